@@ -140,7 +140,12 @@ export const MESSAGES = {
   welcome: { from: 'C', to: 'W', fields: { incarnation: 'int', options: 'json', heartbeat_ms: 'int' }, frames: {} },
   refused: { from: 'C', to: 'W', fields: { reason: 'str' }, frames: {} },
   ready: { from: 'W', to: 'C', fields: { info: 'json' }, frames: {} },
-  heartbeat: { from: 'W', to: 'C', fields: { stats: { '*': 'float' } }, frames: {} },
+  heartbeat: {
+    from: 'W',
+    to: 'C',
+    fields: { received: 'int', stats: { '*': 'float' } }, // received: highest seq seen, -1 = none; beyond it is unsent
+    frames: {},
+  },
   ping: { from: 'C', to: 'W', fields: {}, frames: {}, reply: NONE, io: true },
   stacks: { from: 'C', to: 'W', fields: {}, frames: {}, reply: { fields: { text: 'str' }, frames: {} }, io: true },
   stats: { from: 'C', to: 'W', fields: {}, frames: {}, reply: { fields: { stats: { '*': 'float' } }, frames: {} }, io: true },
@@ -426,7 +431,8 @@ export interface Outgoing {
   readonly frames?: Readonly<Record<string, FrameArray | undefined>>;
 }
 
-const packr = new Packr({ useRecords: false, mapsAsObjects: true, variableMapSize: true });
+// int64AsType: Python sends integers from 2^32 on as 64-bit ones, which would otherwise arrive as bigint; beyond 2^53 they come out unsafe and are refused.
+const packr = new Packr({ useRecords: false, mapsAsObjects: true, variableMapSize: true, int64AsType: 'number' });
 const RESERVED = ['v', 'kind', 'seq', 'id', 're', 'deadline_ms', 'frames'];
 const ITEM_BYTES: Record<Dtype, number> = { u8: 1, i16: 2, i32: 4, i64: 8, f32: 4, f64: 8, bf16: 2 };
 const ARRAYS = {
@@ -487,53 +493,136 @@ export function encode(message: Outgoing, answers: Kind | null = null): Buffer[]
   return all;
 }
 
-/**
- * A checked message. `requestKind` tells which request an id belongs to, for `ok` replies.
- * Throws ProtocolError; the bus then counts the sender as lost.
- */
-export function decode(parts: readonly Uint8Array[], requestKind: (re: number) => Kind | null = () => null): Decoded {
+/** What a header says besides its fields: enough to check `seq` and to find the request it answers. Body unchecked. */
+export interface Opened extends Omit<Envelope, 'kind'> {
+  readonly kind: string;
+  readonly header: Readonly<Record<string, unknown>>;
+  readonly parts: readonly Uint8Array[];
+}
+
+/** Throws ProtocolError; the bus then counts the sender as lost. */
+export function openMessage(parts: readonly Uint8Array[]): Opened {
   const [first, ...rest] = parts;
   if (!first) throw new ProtocolError('Empty message');
   const bytes = parts.reduce((sum, b) => sum + b.length, 0);
   if (bytes > MAX_MESSAGE_BYTES) throw new ProtocolError(`Message of ${bytes} bytes, at most ${MAX_MESSAGE_BYTES}`);
-  let header: Record<string, unknown>;
-  try {
-    const value: unknown = packr.unpack(first);
-    if (!isRecord(value)) throw new Error('not a map');
-    header = value;
-  } catch (error) {
-    throw new ProtocolError(`Header is not msgpack: ${(error as Error).message}`);
-  }
+  const header = unpack(first);
   if (header.v !== PROTOCOL_VERSION) {
-    throw new ProtocolError(`Protocol version ${String(header.v)}, this side speaks ${PROTOCOL_VERSION}`, 'v');
+    throw new ProtocolError(`Protocol version ${show(header.v)}, this side speaks ${PROTOCOL_VERSION}`, 'v');
   }
   const { kind, seq, id = null, re = null, deadline_ms = null } = header;
   if (typeof kind !== 'string') throw new ProtocolError('Header has no kind', 'kind');
   for (const [key, value] of Object.entries({ seq, id, re, deadline_ms })) {
     if ((value !== null || key === 'seq') && !(Number.isSafeInteger(value) && (value as number) >= 0)) {
-      throw new ProtocolError(`${kind}.${key} must be a whole number, got ${String(value)}`, key);
+      throw new ProtocolError(`${kind}.${key} must be a whole number, got ${show(value)}`, key);
     }
   }
   if ((kind === 'ok' || kind === 'error') && re === null) throw new ProtocolError(`${kind} has no re`, 're');
-  const known = kind as Kind | 'ok' | 'error';
-  const answers = kind === 'ok' ? requestKind(re as number) : null;
-  const part = partOf(known, answers);
+  return {
+    kind,
+    seq: seq as number,
+    id: id as number | null,
+    re: re as number | null,
+    deadlineMs: deadline_ms as number | null,
+    header,
+    parts: rest,
+  };
+}
+
+/** Check fields and frames. `answers` is the kind of the request that an `ok` belongs to. Throws ProtocolError. */
+export function decodeBody(opened: Opened, answers: Kind | null = null): Decoded {
+  const { seq, id, re, deadlineMs, header } = opened;
+  const kind = opened.kind as Kind | 'ok' | 'error'; // partOf refuses unknown ones
+  const part = partOf(kind, answers);
   const name = kind === 'ok' ? `ok(${answers})` : kind;
-  if (known !== 'ok' && known !== 'error' && ('reply' in part) !== (id !== null)) {
+  if (kind !== 'ok' && kind !== 'error' && 'reply' in part !== (id !== null)) {
     throw new ProtocolError(`${kind}.id must be ${id === null ? 'present' : 'absent'}`, 'id');
   }
   const fields: Record<string, unknown> = {};
   for (const key of Object.keys(header)) if (!RESERVED.includes(key)) fields[key] = header[key];
   check(fields, part.fields, name);
-  return {
-    kind: known,
-    seq: seq as number,
-    id: id as number | null,
-    re: re as number | null,
-    deadlineMs: deadline_ms as number | null,
-    fields,
-    frames: decodeFrames(header.frames, rest, part, name),
-  };
+  return { kind, seq, id, re, deadlineMs, fields, frames: decodeFrames(header.frames, opened.parts, part, name) };
+}
+
+/** A checked message. `requestKind` tells which request an id belongs to, for `ok` replies. Throws ProtocolError. */
+export function decode(
+  parts: readonly Uint8Array[],
+  requestKind: (re: number) => Kind | null = () => null,
+): Decoded {
+  const opened = openMessage(parts);
+  return decodeBody(opened, opened.kind === 'ok' && opened.re !== null ? requestKind(opened.re) : null);
+}
+
+function unpack(bytes: Uint8Array): Record<string, unknown> {
+  try {
+    refuseForeign(new DataView(bytes.buffer, bytes.byteOffset, bytes.byteLength), 0, false);
+    const value: unknown = packr.unpack(bytes);
+    if (!isRecord(value)) throw new Error('not a map');
+    return value;
+  } catch (error) {
+    throw new ProtocolError(`Header is not msgpack: ${(error as Error).message}`);
+  }
+}
+
+/**
+ * Walks over one msgpack value and throws at what JSON has no word for: extension types (msgpackr would make dates,
+ * sets and even records of them) and keys that are not strings (msgpackr would make them some). Gives the offset
+ * behind the value.
+ */
+function refuseForeign(view: DataView, start: number, isKey: boolean): number {
+  const code = view.getUint8(start);
+  const at = start + 1;
+  const isString = (code >= 0xa0 && code <= 0xbf) || (code >= 0xd9 && code <= 0xdb);
+  if (isKey && !isString) throw new Error('a key is not a string');
+  if (code <= 0x7f || code >= 0xe0) return at; // small integers
+  if (code <= 0x9f) return refuseForeignIn(view, at, code & 15, code <= 0x8f);
+  if (code <= 0xbf) return at + (code & 31);
+  switch (code) {
+    case 0xc0: // nil, false, true
+    case 0xc2:
+    case 0xc3:
+      return at;
+    case 0xcc: // numbers of 1, 2, 4 and 8 bytes
+    case 0xd0:
+      return at + 1;
+    case 0xcd:
+    case 0xd1:
+      return at + 2;
+    case 0xca:
+    case 0xce:
+    case 0xd2:
+      return at + 4;
+    case 0xcb:
+    case 0xcf:
+    case 0xd3:
+      return at + 8;
+    case 0xc4: // bytes and strings
+    case 0xd9:
+      return at + 1 + view.getUint8(at);
+    case 0xc5:
+    case 0xda:
+      return at + 2 + view.getUint16(at);
+    case 0xc6:
+    case 0xdb:
+      return at + 4 + view.getUint32(at);
+    case 0xdc: // lists and maps
+    case 0xde:
+      return refuseForeignIn(view, at + 2, view.getUint16(at), code === 0xde);
+    case 0xdd:
+    case 0xdf:
+      return refuseForeignIn(view, at + 4, view.getUint32(at), code === 0xdf);
+    default:
+      throw new Error('an extension type');
+  }
+}
+
+function refuseForeignIn(view: DataView, start: number, entries: number, isMap: boolean): number {
+  let at = start;
+  for (let i = 0; i < entries; i++) {
+    if (isMap) at = refuseForeign(view, at, true);
+    at = refuseForeign(view, at, false);
+  }
+  return at;
 }
 
 function decodeFrames(table: unknown, parts: readonly Uint8Array[], part: Part, name: string): Record<string, FrameArray> {
@@ -627,6 +716,10 @@ function checkJson(value: unknown, path: string): void {
 }
 
 function mistyped(path: string, wanted: string, value: unknown): ProtocolError {
-  const text = typeof value === 'bigint' ? `${value}` : (JSON.stringify(value) ?? String(value));
-  return new ProtocolError(`Field ${path} must be ${wanted}, got ${text.slice(0, 80)}`, path);
+  return new ProtocolError(`Field ${path} must be ${wanted}, got ${show(value).slice(0, 80)}`, path);
+}
+
+/** JSON as Python prints it too: NaN and infinity by their names. */
+function show(value: unknown): string {
+  return typeof value === 'number' || typeof value === 'bigint' ? `${value}` : (JSON.stringify(value) ?? 'null');
 }

@@ -1,0 +1,274 @@
+/**
+ * Runners as one: run a rollout somewhere and give back how it ended.
+ *
+ *   run(job) -> start -> runner -> turn (-> generator.ts), render/suffix/parse (-> tokenizer) -> rollout_done -> Rollout
+ *
+ * Invariants
+ *   1. Every job ends with exactly one Rollout. Results of a dead attempt are dropped and counted.
+ *   2. A runner that dies takes no rollout with it: each is tried again as attempt + 1, up to MAX_ATTEMPTS,
+ *      then ends `runner_lost`.
+ * Called by loop.ts and evaluate.ts. Talks to runner.ts (protocol.ts: start, turn, abort_turn, rollout_done).
+ */
+import type { Peer } from './bus.ts';
+import type { Generator } from './generator.ts';
+import type { Launcher, Worker, WorkerSpec } from './launch.ts';
+import { logTail } from './launch.ts';
+import type { Fields, Frames } from './protocol.ts';
+import { END_REASONS, type EndReason, invariant, type Prompt, type Rollout, type Sampling, type Span, type Trajectory } from './types.ts';
+
+/** Tries at one rollout whose runner dies under it. */
+const MAX_ATTEMPTS = 3;
+
+export interface Job {
+  readonly rolloutId: string;
+  readonly groupId: string;
+  readonly index: number;
+  readonly prompt: Prompt;
+  readonly seed: number;
+  readonly sampling: Sampling;
+  readonly limits: { readonly maxTurns: number; readonly maxTokens: number; readonly deadlineMs: number };
+}
+
+interface Running {
+  readonly job: Job;
+  readonly resolve: (rollout: Rollout) => void;
+  readonly dispatchedVersion: number;
+  attempt: number;
+  runner: Worker | null;
+}
+
+export interface DispatchHooks {
+  readonly version: () => number; // policy version now
+  readonly event: (name: string, detail: Record<string, string | number>) => void;
+}
+
+export class Dispatch {
+  readonly #launcher: Launcher;
+  readonly #spec: (index: number) => WorkerSpec;
+  readonly #generator: Generator;
+  readonly #tokenizer: () => Peer;
+  readonly #hooks: DispatchHooks;
+  readonly #maxRestarts: number;
+  readonly #runners = new Map<number, Worker>();
+  readonly #running = new Map<string, Running>();
+  #restarts = 0;
+  #closed = false;
+  #reject: (error: Error) => void = () => {};
+  /** Rejects when no runner is left and none may be started. Never resolves. */
+  readonly failed: Promise<never>;
+
+  constructor(args: {
+    launcher: Launcher;
+    spec: (index: number) => WorkerSpec;
+    generator: Generator;
+    tokenizer: () => Peer;
+    maxRestarts: number;
+    hooks: DispatchHooks;
+  }) {
+    this.#launcher = args.launcher;
+    this.#spec = args.spec;
+    this.#generator = args.generator;
+    this.#tokenizer = args.tokenizer;
+    this.#maxRestarts = args.maxRestarts;
+    this.#hooks = args.hooks;
+    this.failed = new Promise((_, reject) => {
+      this.#reject = reject;
+    });
+    this.failed.catch(() => {}); // a run that ends for another reason never looks at it
+  }
+
+  get running(): number {
+    return this.#running.size;
+  }
+
+  /** Start a runner process. Resolves when its agent is loaded; rejects with the cause when it cannot. */
+  async startRunner(index: number): Promise<void> {
+    const worker = this.#launcher.start(this.#spec(index));
+    const { peer } = worker;
+    const lost = peer.lost.then((reason) => {
+      throw new Error(`Runner ${worker.spec.id} died while starting: ${reason.message}\n${logTail(worker, 20)}`);
+    });
+    lost.catch(() => {});
+    peer.handle('turn', async (fields, frames) => this.#turn(fields, frames));
+    peer.handle('rollout_done', async (fields, frames) => {
+      this.#done(fields, frames);
+      return { fields: {}, frames: {} };
+    });
+    peer.on('abort_turn', ({ rollout_id, attempt, turn }) => this.#generator.abort({ rolloutId: rollout_id, attempt, turn }));
+    peer.handle('render', async (fields) => this.#tokenizer().request('render', fields));
+    peer.handle('suffix', async (fields) => this.#tokenizer().request('suffix', fields));
+    peer.handle('encode', async (fields) => this.#tokenizer().request('encode', fields));
+    peer.handle('decode', async (fields, frames) => this.#tokenizer().request('decode', fields, frames));
+    peer.handle('parse', async (fields, frames) => this.#tokenizer().request('parse', fields, frames));
+    await Promise.race([peer.ready, lost]);
+    this.#runners.set(index, worker);
+    void peer.lost.then((reason) => this.#onLost(index, worker, reason)); // lost never rejects
+    for (const running of this.#running.values()) if (!running.runner) this.#start(running);
+  }
+
+  /** Run one rollout to its end. Never rejects. */
+  run(job: Job): Promise<Rollout> {
+    return new Promise((resolve) => {
+      const running: Running = { job, resolve, dispatchedVersion: this.#hooks.version(), attempt: 0, runner: null };
+      invariant(!this.#running.has(job.rolloutId), `rollout ${job.rolloutId} dispatched twice`);
+      this.#running.set(job.rolloutId, running);
+      this.#start(running);
+    });
+  }
+
+  /** End running rollouts whose id passes; they come back as `cancelled`. */
+  cancel(matches: (job: Job) => boolean, reason: EndReason): void {
+    for (const { job, attempt, runner } of this.#running.values()) {
+      if (runner && matches(job)) runner.peer.send('cancel_rollout', { rollout_id: job.rolloutId, attempt, reason });
+    }
+  }
+
+  close(): void {
+    this.#closed = true;
+  }
+
+  #start(running: Running): void {
+    const runner = this.#leastLoaded();
+    running.runner = runner;
+    if (!runner) return; // one is being started; startRunner begins what waits
+    const { job } = running;
+    const { maxTurns, maxTokens, deadlineMs } = job.limits;
+    runner.peer
+      .request('start', {
+        rollout_id: job.rolloutId,
+        attempt: running.attempt,
+        group_id: job.groupId,
+        index: job.index,
+        prompt: job.prompt.input,
+        label: job.prompt.label,
+        tools: job.prompt.tools,
+        seed: job.seed,
+        limits: { max_turns: maxTurns, max_tokens: maxTokens, deadline_ms: deadlineMs },
+        sampling: job.sampling,
+      })
+      .catch((error: Error) => {
+        // A lost runner is #onLost's business; anything else means that this rollout can never start.
+        if (!runner.peer.isLost) this.#finish(running, failed(running, 'agent_error', error.message));
+      });
+  }
+
+  #leastLoaded(): Worker | null {
+    const load = new Map([...this.#runners.values()].map((worker) => [worker, 0]));
+    for (const { runner } of this.#running.values()) if (runner) load.set(runner, (load.get(runner) ?? 0) + 1);
+    let best: Worker | null = null;
+    for (const worker of this.#runners.values()) if (!best || (load.get(worker) ?? 0) < (load.get(best) ?? 0)) best = worker;
+    return best;
+  }
+
+  async #turn(fields: Fields<'turn'>, frames: Frames<'turn'>) {
+    const result = await this.#generator.generate({
+      rolloutId: fields.rollout_id,
+      attempt: fields.attempt,
+      turn: fields.turn,
+      sessionId: fields.session_id,
+      sampling: fields.sampling,
+      prompt: frames.prompt,
+    });
+    return {
+      fields: {
+        reason: result.reason,
+        detail: result.detail,
+        engine: result.engine,
+        cached_tokens: result.cachedTokens,
+        spans: result.spans,
+      },
+      frames: { ids: result.ids, logprobs: result.logprobs },
+    };
+  }
+
+  #done(fields: Fields<'rollout_done'>, frames: Frames<'rollout_done'>): void {
+    const running = this.#running.get(fields.rollout_id);
+    if (!running || running.attempt !== fields.attempt) {
+      this.#hooks.event('late_rollout', { rollout: fields.rollout_id, attempt: fields.attempt });
+      return;
+    }
+    this.#finish(running, rolloutOf(running, fields, frames));
+  }
+
+  #finish(running: Running, rollout: Rollout): void {
+    if (!this.#running.delete(running.job.rolloutId)) return;
+    this.#generator.forget(running.job.rolloutId);
+    running.resolve(rollout);
+  }
+
+  #onLost(index: number, worker: Worker, reason: Error): void {
+    this.#runners.delete(index);
+    if (this.#closed) return;
+    const orphans = [...this.#running.values()].filter((running) => running.runner === worker);
+    this.#hooks.event('runner_lost', { runner: worker.spec.id, reason: reason.message, rollouts: orphans.length });
+    for (const running of orphans) {
+      for (let turn = 0; turn < running.job.limits.maxTurns; turn++) {
+        this.#generator.abort({ rolloutId: running.job.rolloutId, attempt: running.attempt, turn });
+      }
+      running.attempt++;
+      if (running.attempt >= MAX_ATTEMPTS) this.#finish(running, failed(running, 'runner_lost', reason.message));
+      else this.#start(running);
+    }
+    void this.#restart(index, worker, reason); // handles its own errors
+  }
+
+  async #restart(index: number, worker: Worker, reason: Error): Promise<void> {
+    let cause = `${reason.message}\n${logTail(worker, 20)}`;
+    while (!this.#closed && this.#restarts < this.#maxRestarts) {
+      this.#restarts++;
+      try {
+        await this.startRunner(index);
+        return;
+      } catch (error) {
+        cause = (error as Error).message;
+      }
+    }
+    if (this.#closed || this.#runners.size > 0) return;
+    this.#reject(new Error(`No runner is left after ${this.#restarts} restarts. Last cause: ${cause}`));
+  }
+}
+
+/** A rollout that no environment could judge. */
+function failed(running: Running, reason: EndReason, detail: string): Rollout {
+  const { job, attempt, dispatchedVersion } = running;
+  const { rolloutId, groupId, index } = job;
+  const nothing = { reward: null, score: null, truncated: false, info: {}, turns: 0, trajectories: [] };
+  return { rolloutId, groupId, index, attempt, reason, detail, dispatchedVersion, ...nothing };
+}
+
+/** From wire to nouns. Throws on a breach by the runner: the request then fails and the runner offers it again. */
+function rolloutOf(running: Running, fields: Fields<'rollout_done'>, frames: Frames<'rollout_done'>): Rollout {
+  const { job, attempt, dispatchedVersion } = running;
+  const reason = fields.reason as EndReason;
+  invariant(END_REASONS.includes(reason), `unknown end reason ${reason}`);
+  const trajectories: Trajectory[] = [];
+  let at = 0;
+  for (const [i, length] of frames.lengths.entries()) {
+    const part = <A extends Int32Array | Uint8Array | Float32Array>(column: A) => column.slice(at, at + length) as A;
+    trajectories.push({
+      ids: part(frames.ids),
+      lossMask: part(frames.loss_mask),
+      logprobs: part(frames.logprobs),
+      versions: part(frames.versions),
+      turns: part(frames.turns_of),
+      spans: fields.spans[i] as readonly Span[],
+    });
+    at += length;
+  }
+  invariant(at === frames.ids.length && at === frames.loss_mask.length, `lengths sum to ${at} of ${frames.ids.length} tokens`);
+  return {
+    rolloutId: job.rolloutId,
+    groupId: job.groupId,
+    index: job.index,
+    attempt,
+    reason,
+    detail: fields.detail,
+    reward: fields.reward,
+    score: fields.score,
+    truncated: fields.truncated,
+    info: fields.info,
+    turns: fields.turns,
+    trajectories,
+    dispatchedVersion,
+  };
+}

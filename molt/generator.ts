@@ -1,0 +1,389 @@
+/**
+ * Engines as one: sample a turn somewhere, whatever happens to the engine that does it.
+ *
+ *   turn -> queue -> engine (affinity, then least loaded) -> tokens... -> ended -> turn result
+ *                      |
+ *                      +-- engine lost: the request continues elsewhere from the tokens it already has
+ *
+ * Invariants
+ *   1. A request ends exactly once; its ids are the concatenation of what engines streamed, in order.
+ *   2. Every sampled token carries the version in the event that brought it (never the version of now).
+ *   3. No engine gets more than its max_requests; the rest wait here, first come first served.
+ *   4. A (re)started engine takes part only after `join` has given it the current weights.
+ * Called by dispatch.ts (turns), refit.ts (pause, load, resume) and loop.ts (start, close). Talks to engines
+ * (protocol.ts: generate, tokens, abort). Elsewhere called: router, inference client, rollout engine.
+ */
+import type { Peer } from './bus.ts';
+import type { Launcher, Worker, WorkerSpec } from './launch.ts';
+import { logTail } from './launch.ts';
+import type { Fields, Frames } from './protocol.ts';
+import { RemoteError } from './protocol.ts';
+import type { SampledTurn } from './session.ts';
+import type { Sampling } from './types.ts';
+import { invariant } from './types.ts';
+
+/** Prefer the engine that served the session unless it has this many more requests than the emptiest one. */
+const AFFINITY_SLACK = 8;
+
+export interface TurnRequest {
+  readonly rolloutId: string;
+  readonly attempt: number;
+  readonly turn: number;
+  readonly sessionId: string;
+  readonly sampling: Sampling;
+  readonly prompt: Int32Array;
+}
+
+export interface TurnResult extends SampledTurn {
+  readonly reason: 'stop' | 'length' | 'abort' | 'error';
+  readonly detail: string | null;
+  readonly engine: string;
+  readonly cachedTokens: number;
+}
+
+/** A request that has not ended, with the tokens it has so far. */
+interface Live {
+  readonly request: TurnRequest;
+  readonly resolve: (result: TurnResult) => void;
+  readonly ids: number[];
+  readonly logprobs: number[];
+  readonly spans: { version: number; from: number; to: number }[];
+  cachedTokens: number;
+  aborted: boolean;
+  moved: boolean; // it has lost an engine before
+  engine: Engine | null;
+  handle: number | null; // known once the engine has answered
+}
+
+export class Engine {
+  readonly worker: Worker;
+  readonly index: number;
+  readonly maxRequests: number;
+  readonly sent = new Set<Live>();
+  readonly byHandle = new Map<number, Live>();
+  readonly early = new Map<number, (() => void)[]>(); // tokens that overtook the reply with their handle
+  accepting = false; // has the current weights and is not being stopped
+
+  constructor(worker: Worker, index: number, maxRequests: number) {
+    this.worker = worker;
+    this.index = index;
+    this.maxRequests = maxRequests;
+  }
+  get peer(): Peer {
+    return this.worker.peer;
+  }
+}
+
+export interface GeneratorHooks {
+  /** Bring a new engine to the current weights. Rejects when that fails: the engine is then killed. */
+  readonly join: (engine: Engine) => Promise<void>;
+  readonly event: (name: string, detail: Record<string, string | number>) => void;
+}
+
+export class Generator {
+  readonly #launcher: Launcher;
+  readonly #spec: (index: number) => WorkerSpec;
+  readonly #hooks: GeneratorHooks;
+  readonly #maxRestarts: number;
+  readonly #engines = new Set<Engine>();
+  readonly #affinity = new Map<string, number>(); // session -> engine index
+  readonly #live = new Map<string, Live>(); // by rollout, attempt and turn
+  #queue: Live[] = [];
+  #restarts = 0;
+  #closed = false;
+  #reject: (error: Error) => void = () => {};
+  /** Rejects when sampling cannot go on: no engine is left and none may be started. Never resolves. */
+  readonly failed: Promise<never>;
+
+  tokens = 0; // sampled since the last `takeCounts`
+  cachedTokens = 0;
+  promptTokens = 0;
+  #busySince: number | null = null;
+  #busyMs = 0;
+
+  constructor(args: { launcher: Launcher; spec: (index: number) => WorkerSpec; maxRestarts: number; hooks: GeneratorHooks }) {
+    this.#launcher = args.launcher;
+    this.#spec = args.spec;
+    this.#maxRestarts = args.maxRestarts;
+    this.#hooks = args.hooks;
+    this.failed = new Promise((_, reject) => {
+      this.#reject = reject;
+    });
+    this.failed.catch(() => {}); // a run that ends for another reason never looks at it
+  }
+
+  get engines(): readonly Engine[] {
+    return [...this.#engines].filter((engine) => engine.accepting);
+  }
+  get restarts(): number {
+    return this.#restarts;
+  }
+  get waiting(): number {
+    return this.#queue.length;
+  }
+
+  /** Start an engine process. Resolves when it has joined; rejects with the cause when it cannot. */
+  async startEngine(index: number): Promise<Engine> {
+    const worker = this.#launcher.start(this.#spec(index));
+    return this.adopt(worker, index);
+  }
+
+  /** As `startEngine`, for a process that launch.ts has already started. */
+  async adopt(worker: Worker, index: number): Promise<Engine> {
+    const lost = worker.peer.lost.then((reason) => {
+      throw new Error(`Engine ${worker.spec.id} died while starting: ${reason.message}\n${logTail(worker, 20)}`);
+    });
+    lost.catch(() => {});
+    await Promise.race([worker.peer.ready, lost]);
+    const { capabilities } = await worker.peer.hello;
+    const engine = new Engine(worker, index, (capabilities as { max_requests: number }).max_requests);
+    worker.peer.on('tokens', (fields, frames) => this.#onTokens(engine, fields, frames));
+    this.#engines.add(engine);
+    void worker.peer.lost.then((reason) => this.#onLost(engine, reason)); // lost never rejects
+    await this.#hooks.join(engine);
+    engine.accepting = true;
+    this.#pump();
+    return engine;
+  }
+
+  /** Sample one turn. Resolves with reason abort after `abort`; never rejects. */
+  generate(request: TurnRequest): Promise<TurnResult> {
+    return new Promise((resolve) => {
+      const live: Live = {
+        request,
+        resolve,
+        ids: [],
+        logprobs: [],
+        spans: [],
+        cachedTokens: 0,
+        aborted: false,
+        moved: false,
+        engine: null,
+        handle: null,
+      };
+      this.#live.set(keyOf(request), live);
+      this.#queue.push(live);
+      this.promptTokens += request.prompt.length;
+      this.#busySince ??= performance.now();
+      this.#pump();
+    });
+  }
+
+  /** End a turn with what it has. No effect when it has already ended. */
+  abort(request: { rolloutId: string; attempt: number; turn: number }): void {
+    const live = this.#live.get(keyOf(request));
+    if (!live) return;
+    live.aborted = true;
+    if (!live.engine) {
+      this.#queue = this.#queue.filter((other) => other !== live);
+      this.#end(live, 'abort', 'aborted while it waited for an engine', '');
+    } else if (live.handle !== null) {
+      this.#sendAbort(live.engine, live.handle);
+    } // else: sent, handle not yet known; #send aborts when it is
+  }
+
+  /** Kill an engine whose weights cannot be trusted. Its requests go on elsewhere. */
+  async kill(engine: Engine, why: string): Promise<void> {
+    engine.accepting = false;
+    this.#hooks.event('engine_killed', { engine: engine.worker.spec.id, why });
+    await this.#launcher.kill(engine.worker);
+  }
+
+  /** Statistics since the last call; times in seconds. */
+  takeCounts(): { tokens: number; cachedTokens: number; promptTokens: number; busy_s: number } {
+    const now = performance.now();
+    if (this.#busySince !== null) {
+      this.#busyMs += now - this.#busySince;
+      this.#busySince = now;
+    }
+    const out = { tokens: this.tokens, cachedTokens: this.cachedTokens, promptTokens: this.promptTokens, busy_s: this.#busyMs / 1000 };
+    this.tokens = this.cachedTokens = this.promptTokens = this.#busyMs = 0;
+    return out;
+  }
+
+  close(): void {
+    this.#closed = true;
+    for (const live of [...this.#live.values()]) this.#end(live, 'abort', 'the run is ending', '');
+    this.#queue = [];
+  }
+
+  // ---- Sending ----
+
+  #pump(): void {
+    while (this.#queue.length > 0) {
+      const engine = this.#choose(this.#queue[0] as Live);
+      if (!engine) return;
+      const live = this.#queue.shift() as Live;
+      live.engine = engine;
+      engine.sent.add(live);
+      this.#affinity.set(live.request.sessionId, engine.index);
+      void this.#send(engine, live); // handles its own errors
+    }
+  }
+
+  #choose(live: Live): Engine | null {
+    let best: Engine | null = null;
+    let same: Engine | null = null;
+    const wanted = this.#affinity.get(live.request.sessionId);
+    for (const engine of this.#engines) {
+      if (!engine.accepting || engine.sent.size >= engine.maxRequests) continue;
+      if (!best || engine.sent.size < best.sent.size) best = engine;
+      if (engine.index === wanted) same = engine;
+    }
+    return same && best && same.sent.size - best.sent.size <= AFFINITY_SLACK ? same : best;
+  }
+
+  async #send(engine: Engine, live: Live): Promise<void> {
+    const { request } = live;
+    const already = live.ids.length;
+    const prompt = already ? Int32Array.from([...request.prompt, ...live.ids]) : request.prompt;
+    try {
+      const { fields } = await engine.peer.request(
+        'generate',
+        {
+          rollout_id: request.rolloutId,
+          attempt: request.attempt,
+          turn: request.turn,
+          session_id: request.sessionId,
+          sampling: { ...request.sampling, max_tokens: request.sampling.max_tokens - already },
+          already,
+          want_text: false,
+          heads: 0,
+          want_routes: false,
+        },
+        { prompt },
+      );
+      if (!engine.sent.has(live)) return; // the engine was lost meanwhile; #onLost has moved the request
+      live.handle = fields.handle;
+      engine.byHandle.set(fields.handle, live);
+      for (const deliver of engine.early.get(fields.handle) ?? []) deliver();
+      engine.early.delete(fields.handle);
+      if (live.aborted && engine.sent.has(live)) this.#sendAbort(engine, fields.handle);
+    } catch (error) {
+      if (!engine.sent.delete(live)) return;
+      if (error instanceof RemoteError && (error.type === 'lost' || error.type === 'overloaded')) return this.#requeue(live);
+      this.#end(live, 'error', (error as Error).message, engine.worker.spec.id);
+    }
+  }
+
+  #sendAbort(engine: Engine, handle: number): void {
+    // A lost engine ends the request through #onLost, so an error here has nothing to add.
+    engine.peer.request('abort', { handles: [handle] }).catch(() => {});
+  }
+
+  // ---- Receiving ----
+
+  #onTokens(engine: Engine, fields: Fields<'tokens'>, frames: Frames<'tokens'>): void {
+    let at = 0;
+    for (let i = 0; i < frames.handles.length; i++) {
+      const handle = frames.handles[i] as number;
+      const from = at;
+      at += frames.counts[i] as number;
+      const to = at;
+      this.#onHandle(engine, handle, (live) => this.#append(live, fields.version, frames, from, to));
+    }
+    for (const { handle, reason, detail, cached_tokens } of fields.ended) {
+      this.#onHandle(engine, handle, (live) => {
+        live.cachedTokens += cached_tokens;
+        this.#retire(engine, live);
+        this.#end(live, reason as TurnResult['reason'], detail, engine.worker.spec.id);
+      });
+    }
+  }
+
+  #onHandle(engine: Engine, handle: number, deliver: (live: Live) => void): void {
+    const live = engine.byHandle.get(handle);
+    if (live) return deliver(live);
+    const waiting = engine.early.get(handle) ?? [];
+    engine.early.set(handle, waiting);
+    waiting.push(() => {
+      const known = engine.byHandle.get(handle);
+      if (known) deliver(known);
+    });
+  }
+
+  #append(live: Live, version: number, frames: Frames<'tokens'>, from: number, to: number): void {
+    const start = live.ids.length;
+    for (let k = from; k < to; k++) {
+      live.ids.push(frames.ids[k] as number);
+      live.logprobs.push(frames.logprobs[k] as number);
+    }
+    this.tokens += to - from;
+    const last = live.spans.at(-1);
+    if (last?.version === version) last.to = live.ids.length;
+    else if (to > from) live.spans.push({ version, from: start, to: live.ids.length });
+    invariant(live.ids.length <= live.request.sampling.max_tokens, `${live.ids.length} tokens of at most ${live.request.sampling.max_tokens}`);
+  }
+
+  #retire(engine: Engine, live: Live): void {
+    engine.sent.delete(live);
+    if (live.handle !== null) engine.byHandle.delete(live.handle);
+    this.#pump();
+  }
+
+  #end(live: Live, reason: TurnResult['reason'], detail: string | null, engine: string): void {
+    if (!this.#live.delete(keyOf(live.request))) return;
+    this.cachedTokens += live.cachedTokens;
+    if (this.#live.size === 0 && this.#busySince !== null) {
+      this.#busyMs += performance.now() - this.#busySince;
+      this.#busySince = null;
+    }
+    live.resolve({
+      ids: Int32Array.from(live.ids),
+      logprobs: Float32Array.from(live.logprobs),
+      spans: live.spans,
+      reason,
+      detail,
+      engine,
+      cachedTokens: live.cachedTokens,
+    });
+  }
+
+  /** The sessions of ended rollouts need no affinity. */
+  forget(sessionId: string): void {
+    this.#affinity.delete(sessionId);
+  }
+
+  // ---- Losing ----
+
+  #requeue(live: Live): void {
+    live.engine = null;
+    live.handle = null;
+    live.moved = true;
+    if (live.aborted) return this.#end(live, 'abort', 'its engine was lost', '');
+    this.#queue.unshift(live); // it has waited longest
+    this.#pump();
+  }
+
+  #onLost(engine: Engine, reason: Error): void {
+    engine.accepting = false;
+    this.#engines.delete(engine);
+    const orphans = [...engine.sent];
+    engine.sent.clear();
+    engine.byHandle.clear();
+    if (this.#closed) return;
+    this.#hooks.event('engine_lost', { engine: engine.worker.spec.id, reason: reason.message, requests: orphans.length });
+    for (const live of orphans.reverse()) this.#requeue(live);
+    void this.#restart(engine, reason); // handles its own errors
+  }
+
+  async #restart(engine: Engine, reason: Error): Promise<void> {
+    let cause = reason;
+    while (!this.#closed && this.#restarts < this.#maxRestarts) {
+      this.#restarts++;
+      this.#hooks.event('engine_restart', { engine: engine.worker.spec.id, restart: this.#restarts });
+      try {
+        await this.startEngine(engine.index);
+        return;
+      } catch (error) {
+        cause = error as Error;
+      }
+    }
+    if (this.#closed || this.#engines.size > 0) return; // the run goes on with fewer engines
+    this.#reject(new Error(`No engine is left after ${this.#restarts} restarts. Last cause: ${cause.message}`));
+  }
+}
+
+function keyOf(request: { rolloutId: string; attempt: number; turn: number }): string {
+  return `${request.rolloutId}/${request.attempt}/${request.turn}`;
+}

@@ -1,0 +1,713 @@
+/**
+ * The story, and the entry point:  npx tsx molt/loop.ts RECIPE [--option value ...]
+ *
+ *   prompts -> admit -> rollout -> buffer -> batch -> credit -> train -> refit -> (evaluate, checkpoint) -> again
+ *
+ * | stage      | consumes              | produces                 | waits for                        |
+ * |------------|-----------------------|--------------------------|----------------------------------|
+ * | admit      | prompts (data.ts)     | groups of N rollouts     | capacity (buffer.ts)             |
+ * | rollout    | prompt, policy tokens | reward and trajectories  | runners, tokenizer, engines      |
+ * | batch      | finished groups       | train.batch_size groups  | that many groups                 |
+ * | credit     | rewards               | advantages per token     | nothing                          |
+ * | train      | samples               | one optimizer step       | every trainer rank               |
+ * | refit      | trainer weights       | policy version + 1       | every engine                     |
+ *
+ * This version is synchronous (max_staleness 0): what is trained at version V was sampled by version V.
+ *
+ * Exit codes: 0 done; 1 failed, with the cause on the terminal; 2 bad options, nothing was started; 130 and 143
+ * stopped by SIGINT or SIGTERM: the step was finished and a checkpoint saved. A second signal stops at once and leaves
+ * the last checkpoint to resume from.
+ */
+import { createHash } from 'node:crypto';
+import { existsSync, mkdirSync, readdirSync, readFileSync, renameSync, rmSync, writeFileSync } from 'node:fs';
+import { basename, join, resolve } from 'node:path';
+import { monitorEventLoopDelay } from 'node:perf_hooks';
+import { loadAgent } from './agent.ts';
+import { Buffer, isTrainable } from './buffer.ts';
+import { Bus } from './bus.ts';
+import { newestCheckpoint, saveCheckpoint, writeSynced } from './checkpoint.ts';
+import type { Config, Options } from './config.ts';
+import { ConfigError, changedOptions, configJson, formatConfig, HelpRequested, loadConfig } from './config.ts';
+import { Dispatch, type Job } from './dispatch.ts';
+import { credit } from './estimators.ts';
+import { constantBest, type Evaluation, evaluate } from './evaluate.ts';
+import { Generator } from './generator.ts';
+import { Launcher, logTail, type Worker } from './launch.ts';
+import { Ledger } from './ledger.ts';
+import { Refit } from './refit.ts';
+import { learningRate, Trainer } from './trainer.ts';
+import type { Group, Prompt, Rollout, Sampling } from './types.ts';
+
+/** Parity bounds (DESIGN, invariant 3.4): mean |dlogp| of a step or of the probes at the start. */
+const MISMATCH_BOUND = { float32: 1e-3, bfloat16: 0.1 } as const;
+const MISMATCH_STEPS = 3; // above the bound this often running = stop
+/** Largest |dlogp| of the refit probes: float32 agrees to rounding, bfloat16 does not. */
+const LAYOUT_BOUND = { float32: 1e-4, bfloat16: 0.5 } as const;
+const FAILURE_WINDOW = 64; // rollouts over which the failure rate is taken
+const SKIPPED_STEPS = 3; // non-finite steps running = stop
+const STOP_GRACE_MS = 10_000;
+const PROBE_IDS = 48;
+
+/** What a signal asked for. The first asks to finish the step; the second never returns. */
+interface Stopper {
+  signal: 'SIGINT' | 'SIGTERM' | null;
+  onFirst: () => void;
+}
+const EXIT_CODES = { SIGINT: 130, SIGTERM: 143 } as const;
+
+// ---- Entry ----
+
+export async function main(argv: readonly string[]): Promise<number> {
+  let config: Config;
+  let runDir: string;
+  try {
+    config = await loadConfig(argv);
+    await loadAgent(config.options['train.agent_path']).catch((error: Error) => {
+      throw new ConfigError([`--train.agent_path: ${error.message}`]);
+    });
+    runDir = openRunDir(config);
+  } catch (error) {
+    if (error instanceof HelpRequested) {
+      console.log(error.text);
+      return 0;
+    }
+    if (!(error instanceof ConfigError)) throw error;
+    for (const line of error.lines) console.error(line);
+    return 2;
+  }
+  const say = (line: string) => console.log(line);
+  say(`Run directory ${runDir}`);
+  say(formatConfig(config));
+  await config.recipe.prepare?.(config.options, say);
+
+  const stopper: Stopper = { signal: null, onFirst: () => {} };
+  const bus = await Bus.listen();
+  const launcher = new Launcher({
+    bus,
+    logDir: join(runDir, 'logs'),
+    silenceMs: config.options['launch.silence_s'] * 1000,
+    silenceReadyMs: config.options['launch.ready_s'] * 1000,
+  });
+  const ledger = new Ledger(runDir);
+  listenForSignals(stopper, launcher, runDir);
+  try {
+    await train({ config, runDir, bus, launcher, ledger, stopper, say });
+    return stopper.signal ? EXIT_CODES[stopper.signal] : 0;
+  } catch (error) {
+    if (stopper.signal && error instanceof Stopped) return EXIT_CODES[stopper.signal];
+    console.error(`\nThe run stopped: ${error instanceof Error ? (process.env.MOLT_DEBUG ? error.stack : error.message) : String(error)}`);
+    console.error(`Continue it with: npx tsx molt/loop.ts ${argv[0]} --resume --run.dir ${runDir}`);
+    return 1;
+  } finally {
+    await launcher.stopAll(STOP_GRACE_MS);
+    await bus.close();
+    ledger.close();
+    rmSync(join(runDir, 'controller.pid'), { force: true });
+  }
+}
+
+/** A signal came where no step is under way: there is nothing to finish. */
+class Stopped extends Error {}
+
+function listenForSignals(stopper: Stopper, launcher: Launcher, runDir: string): void {
+  for (const signal of ['SIGINT', 'SIGTERM'] as const) {
+    process.on(signal, () => {
+      if (stopper.signal) {
+        launcher.killAllNow();
+        rmSync(join(runDir, 'controller.pid'), { force: true });
+        process.exit(EXIT_CODES[signal]);
+      }
+      stopper.signal = signal;
+      console.error(`\n${signal}: finishing the step, then saving; once more to stop at once`);
+      stopper.onFirst();
+    });
+  }
+}
+
+/** Make or reopen the directory of the run, with config.json and controller.pid in it. Throws ConfigError. */
+function openRunDir(config: Config): string {
+  const { options } = config;
+  let dir = options['run.dir'];
+  try {
+    if (dir === '') dir = newNumberedDir(basename(config.recipePath).replace(/\.[cm]?[jt]s$/, ''));
+    mkdirSync(join(dir, 'logs'), { recursive: true });
+    const pidFile = join(dir, 'controller.pid');
+    if (existsSync(pidFile) && isAlive(Number(readFileSync(pidFile, 'utf8')))) {
+      throw new ConfigError([`--run.dir ${dir}: in use by process ${readFileSync(pidFile, 'utf8').trim()}`]);
+    }
+    if (options['run.resume']) {
+      const saved = JSON.parse(readFileSync(join(dir, 'config.json'), 'utf8'));
+      for (const line of changedOptions(saved, config)) console.log(`Changed since the run began: ${line}`);
+    }
+    writeSynced(join(dir, 'config.json'), configJson(config));
+    writeFileSync(pidFile, `${process.pid}\n`);
+  } catch (error) {
+    if (error instanceof ConfigError) throw error;
+    throw new ConfigError([`--run.dir ${dir}: cannot be used: ${(error as Error).message}`]);
+  }
+  return resolve(dir);
+}
+
+function newNumberedDir(recipe: string): string {
+  mkdirSync('runs', { recursive: true });
+  const taken = readdirSync('runs').flatMap((name) => (name.startsWith(`${recipe}-`) ? [Number(name.slice(recipe.length + 1))] : []));
+  for (let n = Math.max(0, ...taken.filter(Number.isInteger)) + 1; ; n++) {
+    const dir = join('runs', `${recipe}-${String(n).padStart(3, '0')}`);
+    try {
+      mkdirSync(dir); // fails when another run has just taken the number
+      return dir;
+    } catch (error) {
+      if ((error as NodeJS.ErrnoException).code !== 'EEXIST') throw error;
+    }
+  }
+}
+
+function isAlive(pid: number): boolean {
+  if (!Number.isInteger(pid) || pid <= 0 || pid === process.pid) return false;
+  try {
+    process.kill(pid, 0);
+    return true;
+  } catch (error) {
+    return (error as NodeJS.ErrnoException).code === 'EPERM';
+  }
+}
+
+// ---- Workers ----
+
+/** What each process is started with. One place, so that a restart is the same as a start. */
+function workerSpecs(options: Options, runDir: string) {
+  const model = options['actor.model_name_or_path'] || 'simulated';
+  const script = simulatedScript(options);
+  const python = (file: string) => pythonCommand(file, options['launch.python'] || undefined);
+  const simulated = () => nodeCommand('workers/simulated.ts');
+  const rendezvous = `file://${join(runDir, `rendezvous-${process.pid}`)}`;
+  const spec = (kind: WorkerSpec['kind'], index: number, command: readonly string[], more: Record<string, Json>): WorkerSpec => ({
+    id: `${kind}-${index}`,
+    kind,
+    command,
+    options: { ...more, script },
+  });
+  return {
+    tokenizer: () =>
+      spec('tokenizer', 0, options['tokenizer.kind'] === 'simulated' ? simulated() : python('tokenizer.py'), { model_path: model }),
+    engine: (index: number) =>
+      spec('engine', index, options['engine.kind'] === 'simulated' ? simulated() : python('engine_torch.py'), {
+        model_path: model,
+        device: options['engine.device'],
+        dtype: options['engine.dtype'],
+        max_requests: options['engine.max_requests'],
+        max_len: options['engine.max_len'],
+        prefill_tokens: options['engine.prefill_tokens'],
+        seed: options['train.seed'],
+      }),
+    rank: (rank: number) =>
+      spec('trainer', rank, options['trainer.kind'] === 'simulated' ? simulated() : python('trainer.py'), {
+        model_path: model,
+        rank,
+        world_size: options['trainer.num_ranks'],
+        rendezvous,
+        device: options['trainer.device'],
+        param_dtype: options['fsdp.param_dtype'],
+        attn_implementation: 'sdpa',
+        gradient_checkpoint: options['actor.gradient_checkpoint'] === 'full',
+        logprob_chunk: options['trainer.logprob_chunk'],
+        optim: {
+          lr: options['actor.adam.lr'],
+          betas: options['actor.adam.betas'],
+          eps: options['actor.adam.eps'],
+          weight_decay: options['actor.adam.weight_decay'],
+          max_norm: options['actor.max_norm'],
+        },
+        seed: options['train.seed'],
+        deterministic: false,
+      }),
+    runner: (index: number) =>
+      spec('runner', index, nodeCommand('molt/runner.ts'), {
+        agent_path: resolve(options['train.agent_path']),
+        template_kwargs: {},
+      }),
+  };
+}
+
+// ---- The loop ----
+
+async function train(args: {
+  config: Config;
+  runDir: string;
+  bus: Bus;
+  launcher: Launcher;
+  ledger: Ledger;
+  stopper: Stopper;
+  say: (line: string) => void;
+}): Promise<void> {
+  const { config, runDir, launcher, ledger, stopper, say } = args;
+  const { options } = config;
+  const numSteps = options['train.num_steps'];
+  const batchSize = options['train.batch_size'];
+  const groupSize = options['rollout.n_samples_per_prompt'];
+  const seed = options['train.seed'];
+  const event = (name: string, detail: Record<string, string | number>) => {
+    ledger.record({ kind: 'event', name, detail });
+    say(`${name}: ${Object.entries(detail).map(([k, v]) => `${k} ${v}`).join(', ')}`);
+  };
+  stopper.onFirst = () => {
+    launcher.killAllNow();
+    process.exit(EXIT_CODES[stopper.signal ?? 'SIGINT']); // nothing was trained yet
+  };
+
+  // Prompts
+  const stream = await PromptStream.open(options);
+  const heldOut = options['eval.dataset'] ? await loadHeldOut(options) : [];
+
+  // Workers, all started at once
+  const startedAt = performance.now();
+  const specs = workerSpecs(options, runDir);
+  const tokenizer = launcher.start(specs.tokenizer());
+  const rankSpecs = Array.from({ length: options['trainer.num_ranks'] }, (_, rank) => specs.rank(rank));
+  const ranks = options['trainer.kind'] === 'simulated' ? launcher.startMany(rankSpecs) : rankSpecs.map((spec) => launcher.start(spec));
+  const trainer = new Trainer({
+    ranks,
+    launcher,
+    loss: {
+      clipLowHigh: options['actor.eps_clip_low_high'],
+      isLevel: options['algo.advantage.is_correction_level'],
+      isMode: options['algo.advantage.is_correction_mode'],
+      isThreshold: options['algo.advantage.is_correction_threshold'],
+    },
+    temperature: options['rollout.temperature'],
+    packed: options['fsdp.packing_samples'],
+  });
+  const generator = new Generator({
+    launcher,
+    spec: specs.engine,
+    maxRestarts: options['engine.max_restarts'],
+    hooks: { join: (engine) => refit.join(engine), event },
+  });
+  const float32 = options['engine.dtype'] === 'float32' && options['fsdp.param_dtype'] === 'float32';
+  const bounds = float32 ? 'float32' : 'bfloat16';
+  const refit = new Refit({
+    generator,
+    trainer,
+    runDir,
+    verifyEvery: options['refit.verify_every'],
+    tolerance: LAYOUT_BOUND[bounds],
+  });
+  const dispatch = new Dispatch({
+    launcher,
+    spec: specs.runner,
+    generator,
+    tokenizer: () => tokenizer.peer,
+    maxRestarts: options['engine.max_restarts'],
+    hooks: { version: () => refit.version, event },
+  });
+  const tokenizerLost = tokenizer.peer.lost.then((reason) => {
+    throw new Error(`The tokenizer is gone: ${reason.message}\n${logTail(tokenizer, 20)}`);
+  });
+  tokenizerLost.catch(() => {}); // also lost when the run ends as it should
+  const fatal = Promise.race([trainer.failed, generator.failed, dispatch.failed, tokenizerLost]);
+  fatal.catch(() => {});
+  const orFatal = <T>(work: Promise<T>): Promise<T> => {
+    work.catch(() => {}); // when `fatal` wins
+    return Promise.race([work, fatal]);
+  };
+  const started: string[] = [];
+  const timed = async (name: string, work: Promise<unknown>) => {
+    await work;
+    started.push(`${name} ${((performance.now() - startedAt) / 1000).toFixed(1)} s`);
+  };
+  await orFatal(
+    Promise.all([
+      timed('tokenizer', tokenizer.peer.ready),
+      timed('trainer', trainer.ready()),
+      timed('engines', Promise.all(Array.from({ length: options['engine.num_engines'] }, (_, i) => generator.startEngine(i)))),
+      timed('runners', Promise.all(Array.from({ length: options['rollout.num_runners'] }, (_, i) => dispatch.startRunner(i)))),
+    ]),
+  );
+  say(`Workers are ready: ${started.join(', ')}`);
+  const tokenizerInfo = (await tokenizer.peer.ready) as { stop_token_ids: readonly number[]; suffix_exact: boolean; suffix_note: string };
+  if (!tokenizerInfo.suffix_exact) say(`Chat template: ${tokenizerInfo.suffix_note}`);
+  const { vocab_size } = (await (ranks[0] as Worker).peer.ready) as { vocab_size: number };
+
+  // Where to begin
+  let step = 0;
+  let dispatched = 0;
+  const from = options['run.resume'] ? newestCheckpoint(runDir) : null;
+  if (options['run.resume']) {
+    for (const line of from?.skipped ?? []) say(`Skipped an incomplete checkpoint: ${line}`);
+    if (!from) say('No complete checkpoint: beginning again');
+  }
+  const metrics = new MetricsWriter(runDir, from?.state.step ?? 0);
+  ledger.record({ kind: 'meta', options: { ...options }, dataHash: stream.hash, resumedAt: from?.state.step ?? 0 });
+  refit.probes = await probeRows(tokenizer, stream, vocab_size, options['data.max_len']);
+  if (from) {
+    stream.restore(from.state.data);
+    await orFatal(trainer.restore(join(from.path, 'trainer')));
+    ({ step, dispatched } = from.state);
+    await orFatal(refit.resumeAt(from.state.version));
+    say(`Resumed at step ${step}, policy version ${refit.version}, from ${from.path}`);
+  }
+  await checkParity(refit, bounds, options['rollout.mismatch_stop'] === 'on', say);
+
+  // Rollouts, for training and for evaluation alike
+  const limits = {
+    maxTurns: options['rollout.max_turns'],
+    maxTokens: options['data.max_len'],
+    deadlineMs: options['rollout.deadline_s'] * 1000,
+  };
+  const sampling = (temperature: number, samplingSeed: number): Sampling => ({
+    temperature,
+    top_p: 1,
+    top_k: 0,
+    max_tokens: options['rollout.max_new_tokens'],
+    seed: samplingSeed,
+    stop: [],
+    stop_token_ids: tokenizerInfo.stop_token_ids,
+  });
+  const buffer = new Buffer({ batch: batchSize, groupSize, minMembers: groupSize > 1 ? 2 : 1, maxStaleness: options['train.max_staleness'] });
+  const failures = new FailureWindow(options['rollout.max_failure_rate']);
+  const drops = new Map<string, number>();
+  let wake: () => void = () => {};
+  const progress = new Progress();
+
+  /** Admit prompts while there is capacity. Every rollout that ends is booked and wakes the loop. */
+  const admit = () => {
+    while (buffer.capacity > 0) {
+      const prompt = stream.next();
+      const groupId = `g${dispatched++}`;
+      buffer.admit(groupId, prompt);
+      ledger.record({ kind: 'dispatched', groupId, source: prompt.source, epoch: prompt.epoch, index: prompt.index, version: refit.version });
+      for (let index = 0; index < groupSize; index++) {
+        const rolloutSeed = seedOf(seed, 'train', groupId, index);
+        const job: Job = {
+          rolloutId: `${groupId}-${index}`,
+          groupId,
+          index,
+          prompt,
+          seed: rolloutSeed,
+          sampling: sampling(options['rollout.temperature'], rolloutSeed),
+          limits,
+        };
+        void dispatch.run(job).then(book); // neither rejects
+      }
+    }
+  };
+  const book = (rollout: Rollout) => {
+    recordRollout(ledger, rollout);
+    failures.add(rollout);
+    const verdict = buffer.end(rollout);
+    for (const lost of verdict?.lost ?? []) drops.set(lost.reason, (drops.get(lost.reason) ?? 0) + 1);
+    if (verdict?.kind === 'dropped') {
+      ledger.record({ kind: 'dropped', groupId: rollout.groupId, reason: verdict.reason });
+      drops.set(verdict.reason, (drops.get(verdict.reason) ?? 0) + 1);
+    }
+    wake();
+  };
+  /** The next batch: whole groups, the first that finished. */
+  const nextBatch = async (): Promise<readonly Group[]> => {
+    while (!buffer.ready) {
+      admit();
+      failures.check();
+      const { running, waiting } = buffer.counts;
+      progress.show(`step ${step + 1}: ${waiting}/${batchSize} groups, ${running} running`, waiting / batchSize);
+      await orFatal(
+        new Promise<void>((done) => {
+          wake = done;
+        }),
+      );
+    }
+    progress.clear();
+    return buffer.take();
+  };
+
+  // Evaluation
+  const evaluation = async (temperature: number, name: string): Promise<Evaluation> => {
+    const result = await orFatal(
+      evaluate({
+        dispatch,
+        prompts: heldOut,
+        samplesPerPrompt: temperature === 0 ? 1 : options['eval.n_samples_per_prompt'],
+        sampling: sampling(temperature, 0),
+        seed: (p, s) => seedOf(seed, 'eval', p, s), // the same draws at every evaluation
+        limits,
+        name: `eval${step}${name}`,
+        onRollout: (done, of) => progress.show(`evaluation ${name}: ${done}/${of}`, done / of),
+      }),
+    );
+    progress.clear();
+    return result;
+  };
+  const evaluateNow = async (withGreedy: boolean): Promise<void> => {
+    if (heldOut.length === 0) return;
+    const sampled = await evaluation(options['eval.temperature'], 'sampled');
+    const greedy = withGreedy && options['eval.greedy'] ? await evaluation(0, 'greedy') : null;
+    if (stopper.signal) return; // cut short, so the numbers mean nothing
+    const constant = constantBest(heldOut.map((prompt) => prompt.label));
+    metrics.write({
+      step,
+      policy_version: refit.version,
+      eval_reward_mean: sampled.rewardMean,
+      eval_pass_at_k: sampled.passAtK,
+      eval_num_prompts: sampled.prompts,
+      eval_unjudged: sampled.unjudged,
+      eval_constant_best: constant,
+      ...(greedy && { eval_greedy_reward_mean: greedy.rewardMean }),
+    });
+    ledger.record({ kind: 'eval', step, version: refit.version, reward: sampled.rewardMean });
+    const parts = [`sampled ${sampled.rewardMean.toFixed(3)}`];
+    if (greedy) parts.push(`greedy ${greedy.rewardMean.toFixed(3)}`);
+    say(`Held-out at step ${step}: ${parts.join(', ')} (${sampled.prompts} prompts; best constant answer ${constant.toFixed(3)})`);
+  };
+  const checkpoint = async () => {
+    const path = await orFatal(
+      saveCheckpoint({
+        runDir,
+        trainer,
+        state: { step, version: refit.version, data: stream.position, dispatched },
+        keep: options['ckpt.max_num'],
+        exportHf: options['ckpt.save_hf'],
+      }),
+    );
+    savedAt = step;
+    ledger.record({ kind: 'checkpoint', step, path });
+  };
+  let savedAt = step;
+  stopper.onFirst = () => dispatch.cancel((job) => job.groupId.startsWith('eval'), 'cancelled');
+
+  if (!from && options['eval.eval_at_start']) await evaluateNow(true);
+
+  // Steps
+  const lag = monitorEventLoopDelay({ resolution: 10 });
+  lag.enable();
+  const planOptions = {
+    numRanks: ranks.length,
+    microBatchSize: options['train.micro_batch_size'],
+    maxTokens: options['train.max_tokens_per_gpu'],
+    packed: options['fsdp.packing_samples'],
+  };
+  const health = { mismatched: 0, skipped: 0 };
+  generator.takeCounts();
+  trainer.takeBusy();
+  while (step < numSteps && !stopper.signal) {
+    const begun = performance.now();
+    const groups = await nextBatch();
+    const generated = performance.now();
+
+    // Credit
+    const { samples, metrics: creditMetrics } = credit(groups, {
+      estimator: options['algo.advantage.estimator'],
+      gamma: options['algo.advantage.gamma'],
+      whiten: !options['algo.advantage.no_whiten'],
+      clipRange: options['reward.clip_range'],
+    });
+    const denominator = samples.reduce((n, sample) => n + sum(sample.trajectory.lossMask), 0);
+    const lr = learningRate({
+      step,
+      steps: numSteps,
+      lr: options['actor.adam.lr'],
+      schedule: options['actor.lr_scheduler'],
+      warmupRatio: options['actor.lr_warmup_ratio'],
+      minRatio: options['actor.min_lr_ratio'],
+    });
+    const version = refit.version;
+    ledger.record({ kind: 'batch', step: step + 1, version, groups: groups.map((g) => g.groupId), denominator, lr });
+
+    // Train
+    progress.show(`step ${step + 1}: training`, 1);
+    const plan = planBatch(samples.map((sample) => sample.trajectory.ids.length), planOptions);
+    const trainStart = performance.now();
+    const result = await orFatal(trainer.step({ step: step + 1, version, samples, plan, denominator, lr }));
+    buffer.trained();
+    const trained = performance.now();
+
+    // Refit
+    const times = await orFatal(refit.push());
+    ledger.record({ kind: 'refit', version: refit.version, bytes: times.bytes, verified: times.verified });
+    const refitted = performance.now();
+    step++;
+
+    // Report
+    const line = {
+      step,
+      policy_version: refit.version,
+      ...batchMetrics(groups, version),
+      ...creditMetrics,
+      ...stepMetrics(result, denominator),
+      ...generatorMetrics(generator, (performance.now() - begun) / 1000),
+      trainer_idle_s: Math.max(0, (performance.now() - begun) / 1000 - trainer.takeBusy()),
+      tokens_trained: denominator,
+      lr,
+      time_generation_s: (generated - begun) / 1000,
+      time_train_s: (trained - trainStart) / 1000,
+      time_refit_s: (refitted - trained) / 1000,
+      time_refit_paused_s: times.pauseMs / 1000,
+      ...(times.verified !== null && { refit_verified_max: times.verified }),
+      time_step_s: (performance.now() - begun) / 1000,
+      loop_lag_ms_max: Math.max(0, lag.max / 1e6 - 10),
+      restarts: generator.restarts,
+      ...Object.fromEntries([...drops].map(([reason, count]) => [`dropped_${reason}`, count])),
+    };
+    lag.reset();
+    drops.clear();
+    progress.clear();
+    metrics.write(line);
+    ledger.record({ kind: 'step', step });
+    say(formatStep(line, numSteps));
+    checkHealth(health, line, MISMATCH_BOUND[bounds], options['rollout.mismatch_stop'] === 'on');
+
+    if (options['ckpt.save_steps'] > 0 && step % options['ckpt.save_steps'] === 0) await checkpoint();
+    if (options['eval.steps'] > 0 && step % options['eval.steps'] === 0 && step < numSteps && !stopper.signal) await evaluateNow(false);
+  }
+
+  // The end
+  if (!stopper.signal && step > (from?.state.step ?? 0)) await evaluateNow(true);
+  if (savedAt !== step && (stopper.signal || !options['ckpt.disable_final_save'])) await checkpoint();
+  say(stopper.signal ? `Stopped after step ${step}` : `Done: ${step} steps, policy version ${refit.version}`);
+  say(`Run directory ${runDir}`);
+  generator.close();
+  dispatch.close();
+  trainer.close();
+}
+
+// ---- What a step reports ----
+
+/** What the rollouts of a batch were like. Means are over rollouts, so a rollout in many pieces counts once. */
+function batchMetrics(groups: readonly Group[], version: number): Record<string, number> {
+  const rollouts = groups.flatMap((group) => group.rollouts);
+  const rewards = rollouts.map((rollout) => rollout.reward ?? 0);
+  let oldest = version;
+  let responseTokens = 0;
+  for (const { trajectories } of rollouts) {
+    for (const { versions, lossMask } of trajectories) {
+      for (let k = 0; k < versions.length; k++) {
+        if (!lossMask[k]) continue;
+        responseTokens++;
+        oldest = Math.min(oldest, versions[k] as number);
+      }
+    }
+  }
+  const n = rollouts.length;
+  return {
+    groups: groups.length,
+    rollouts: n,
+    reward_mean: sum(rewards) / n,
+    reward_std: standardDeviation(rewards),
+    turns_mean: sum(rollouts.map((r) => r.turns)) / n,
+    response_tokens_mean: responseTokens / n,
+    truncated_ratio: rollouts.filter((r) => r.truncated).length / n,
+    staleness_max: version - oldest,
+  };
+}
+
+/** The trainer's sums over the trained tokens become means here, once. */
+function stepMetrics({ sums, maxima }: { sums: Readonly<Record<string, number>>; maxima: Readonly<Record<string, number>> }, tokens: number): Record<string, number> {
+  const perToken = (key: string) => (sums[key] ?? 0) / tokens;
+  return {
+    loss: sums.loss ?? 0,
+    grad_norm: maxima.grad_norm ?? 0,
+    logprob_mismatch_mean: perToken('mismatch_abs'),
+    logprob_mismatch_max: maxima.mismatch_abs ?? 0,
+    logprob_mismatch_k3: perToken('mismatch_k3'),
+    entropy: perToken('entropy'),
+    clip_ratio: perToken('clipped'),
+    is_filter_ratio: perToken('is_filtered'),
+    skipped: maxima.skipped ?? 0,
+  };
+}
+
+function generatorMetrics(generator: Generator, stepSeconds: number): Record<string, number> {
+  const counts = generator.takeCounts();
+  return {
+    tokens_generated: counts.tokens,
+    cached_token_ratio: counts.promptTokens > 0 ? counts.cachedTokens / counts.promptTokens : 0,
+    engine_idle_s: Math.max(0, stepSeconds - counts.busy_s),
+  };
+}
+
+function recordRollout(ledger: Ledger, rollout: Rollout): void {
+  const versions = rollout.trajectories.flatMap((t) => t.spans.filter((s) => s.source === 'policy').map((s) => s.version));
+  ledger.record({
+    kind: 'finished',
+    rolloutId: rollout.rolloutId,
+    groupId: rollout.groupId,
+    attempt: rollout.attempt,
+    reason: rollout.reason,
+    detail: rollout.detail,
+    reward: rollout.reward,
+    turns: rollout.turns,
+    tokens: rollout.trajectories.reduce((n, t) => n + sum(t.lossMask), 0),
+    versions: versions.length > 0 ? [Math.min(...versions), Math.max(...versions)] : [],
+  });
+}
+
+// ---- What stops a run ----
+
+/** Stop when too many of the recent rollouts were judged by nobody, with the commonest cause. */
+class FailureWindow {
+  readonly #maxRate: number;
+  #recent: { failed: boolean; cause: string }[] = [];
+  constructor(maxRate: number) {
+    this.#maxRate = maxRate;
+  }
+  add(rollout: Rollout): void {
+    const failed = !isTrainable(rollout);
+    this.#recent.push({ failed, cause: `${rollout.reason}${rollout.detail ? `: ${rollout.detail}` : ''}` });
+    if (this.#recent.length > FAILURE_WINDOW) this.#recent.shift();
+  }
+  check(): void {
+    const failed = this.#recent.filter((r) => r.failed);
+    if (this.#recent.length < FAILURE_WINDOW || failed.length / this.#recent.length <= this.#maxRate) return;
+    const causes = new Map<string, number>();
+    for (const { cause } of failed) causes.set(cause, (causes.get(cause) ?? 0) + 1);
+    const [cause, times] = [...causes].sort((a, b) => b[1] - a[1])[0] as [string, number];
+    throw new Error(
+      `${failed.length} of the last ${this.#recent.length} rollouts failed, more than rollout.max_failure_rate ${this.#maxRate} allows. Commonest cause (${times} times):\n${cause}`,
+    );
+  }
+}
+
+function checkHealth(health: { mismatched: number; skipped: number }, line: Readonly<Record<string, number>>, bound: number, stop: boolean): void {
+  const mismatch = line.logprob_mismatch_mean ?? 0;
+  health.mismatched = mismatch <= bound ? 0 : health.mismatched + 1; // NaN counts as above
+  if (stop && health.mismatched >= MISMATCH_STEPS) {
+    throw new Error(`Engine and trainer disagree: mean |dlogp| ${mismatch.toExponential(1)} is above ${bound} on ${MISMATCH_STEPS} steps running (--rollout.mismatch_stop off goes on)`);
+  }
+  health.skipped = line.skipped ? health.skipped + 1 : 0;
+  if (health.skipped >= SKIPPED_STEPS) throw new Error(`Loss or gradient was not finite on ${SKIPPED_STEPS} steps running`);
+}
+
+async function checkParity(refit: Refit, bounds: keyof typeof MISMATCH_BOUND, stop: boolean, say: (line: string) => void): Promise<void> {
+  const { mean, max } = await refit.parity();
+  say(`Parity of engine and trainer at version ${refit.version}: mean |dlogp| ${mean.toExponential(1)}, max ${max.toExponential(1)}`);
+  if (stop && !(mean <= MISMATCH_BOUND[bounds])) {
+    throw new Error(`Engine and trainer do not agree on the model: mean |dlogp| ${mean}, at most ${MISMATCH_BOUND[bounds]} in ${bounds} (--rollout.mismatch_stop off goes on)`);
+  }
+}
+
+// ---- Small things ----
+
+/** Rows for parity: a real prompt where the template takes it, and ids that visit the whole vocabulary. */
+async function probeRows(tokenizer: Worker, stream: PromptStream, vocabSize: number, maxLen: number): Promise<Int32Array[]> {
+  const { input } = stream.peek();
+  const messages = typeof input === 'string' ? [{ role: 'user', content: input }] : input;
+  const { frames } = await tokenizer.peer.request('render', {
+    items: [{ messages, tools: null, template_kwargs: {}, add_generation_prompt: true }],
+  });
+  const spread = Int32Array.from({ length: PROBE_IDS }, (_, k) => (k * 7919 + 13) % vocabSize);
+  return [frames.ids.slice(0, maxLen), spread.slice(0, maxLen)].filter((row) => row.length > 1);
+}
+
+/** A seed below 2^53 that depends on everything it is given. */
+function seedOf(...parts: readonly (string | number)[]): number {
+  const digest = createHash('sha256').update(parts.join('/')).digest();
+  return Number(digest.readBigUInt64LE() >> 11n);
+}
+
+function sum(values: ArrayLike<number>): number {
+  let total = 0;
+  for (let i = 0; i < values.length; i++) total += values[i] as number;
+  return total;
+}
+
+if (process.argv[1] && import.meta.url === pathToFileURL(process.argv[1]).href) {
+  process.exit(await main(process.argv.slice(2)));
+}

@@ -1,0 +1,98 @@
+#!/usr/bin/env bash
+# Install what molt needs into ./node_modules and ./.venv, and nothing anywhere else.
+#
+#   bash scripts/setup.sh run   run-time packages only
+#   bash scripts/setup.sh dev   also what tests, types and lint need
+#
+# Safe to run again: it compares the lock and requirement files with stamps it left, and installs only what changed.
+# MOLT_PYTHON names the interpreter to build .venv from (3.11 or newer); the default is the newest one found.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+mode=${1:-run}
+
+say() { printf 'setup: %s\n' "$*"; }
+fail() { printf 'setup: %s\n' "$*" >&2; exit 1; }
+digest() { cat "$@" | cksum | tr ' ' '-'; }
+
+case $mode in run | dev) ;; *) fail "Unknown mode '$mode', expected run or dev" ;; esac
+
+# ---- Node ----
+command -v node >/dev/null || fail "node is missing: install Node.js 20 or newer (https://nodejs.org)"
+command -v npm >/dev/null || fail "npm is missing: it comes with Node.js (https://nodejs.org)"
+node_major=$(node -p 'process.versions.node.split(".")[0]')
+[ "$node_major" -ge 20 ] || fail "node $(node --version) is too old: Node.js 20 or newer is needed"
+
+free_mb=$(df -Pm . | awk 'NR == 2 { print $4 }')
+need_mb=4000
+[ -d .venv ] && need_mb=500
+[ "$free_mb" -ge "$need_mb" ] || fail "only $free_mb MB are free in $PWD: $need_mb MB are needed"
+
+node_want="$(digest package.json package-lock.json)"
+node_stamp=node_modules/.molt-setup
+node_have=$(cat "$node_stamp" 2>/dev/null || true)
+if [ "$node_have" != "dev $node_want" ] && [ "$node_have" != "$mode $node_want" ]; then
+  say "installing Node packages ($mode) into $PWD/node_modules"
+  omit=$([ "$mode" = run ] && echo --omit=dev || true)
+  log=$(mktemp)
+  # shellcheck disable=SC2086  # empty or one word
+  if ! npm ci $omit --no-audit --no-fund --loglevel=error >"$log" 2>&1; then
+    cat "$log" >&2
+    rm -f "$log"
+    fail "npm ci failed (above): is the network or the npm registry out of reach?"
+  fi
+  rm -f "$log"
+  echo "$mode $node_want" >"$node_stamp"
+else
+  say "Node packages are up to date"
+fi
+
+# ---- Python ----
+python_ok() { "$1" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; }
+find_python() {
+  if [ -n "${MOLT_PYTHON:-}" ]; then
+    python_ok "$MOLT_PYTHON" || fail "MOLT_PYTHON=$MOLT_PYTHON is not Python 3.11 or newer"
+    echo "$MOLT_PYTHON"
+    return
+  fi
+  for candidate in python3.13 python3.12 python3.11 python3 python; do
+    if command -v "$candidate" >/dev/null && python_ok "$candidate"; then
+      command -v "$candidate"
+      return
+    fi
+  done
+  fail "No Python 3.11 or newer found: install one, or name it with MOLT_PYTHON"
+}
+
+if [ ! -x .venv/bin/python ] || ! python_ok .venv/bin/python; then
+  python=$(find_python)
+  say "making $PWD/.venv from $python ($("$python" --version 2>&1))"
+  rm -rf .venv
+  "$python" -m venv .venv || fail "$python cannot make a virtual environment: install its venv module (Debian: apt install python3-venv)"
+fi
+
+install_python() { # stamp name, requirement files
+  local name=$1
+  shift
+  local want have
+  want=$(digest "$@")
+  have=$(cat ".venv/.molt-$name" 2>/dev/null || true)
+  if [ "$want" = "$have" ]; then
+    say "Python packages ($name) are up to date"
+    return
+  fi
+  say "installing Python packages ($name) into $PWD/.venv: about 1.2 GB with CPU wheels, a minute or more"
+  local args=() file log
+  for file in "$@"; do args+=(-r "$file"); done
+  log=$(mktemp)
+  if ! .venv/bin/python -m pip install --disable-pip-version-check --quiet "${args[@]}" >"$log" 2>&1; then
+    tail -n 20 "$log" >&2
+    rm -f "$log"
+    fail "pip install failed (above): is the network or the package index out of reach, or the disk full?"
+  fi
+  rm -f "$log"
+  echo "$want" >".venv/.molt-$name"
+}
+
+install_python run workers/requirements.txt
+[ "$mode" = run ] || install_python dev workers/requirements-dev.txt
+say "ready"

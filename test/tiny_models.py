@@ -1,0 +1,109 @@
+"""Tiny random checkpoints in Hugging Face format, for tests that need a real model and no download.
+
+    make_model("moe", directory, seed=3)      kinds: dense_tied dense_untied moe llama
+
+Each directory holds config.json, model.safetensors, a byte-level tokenizer (ids 0..255 are the byte alphabet, special
+tokens follow) and a ChatML template that knows tool calls and tool results. Two seeds give two policies of one shape:
+"the trainer's next weights". Weights are sharp on purpose: with the usual 0.02 every distribution is nearly uniform
+and a scrambled expert or a wrong head would move a logprob by less than a tolerance.
+Used by the tests of the trainer, the engine and the tokenizer; nothing in molt or workers reads it.
+"""
+
+import os
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
+
+KINDS = ("dense_tied", "dense_untied", "moe", "llama")
+SPECIALS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>"]
+VOCAB_SIZE = 264  # 256 bytes, 7 specials, one id that no text uses
+IM_END = 256 + SPECIALS.index("<|im_end|>")
+
+CHAT_TEMPLATE = """\
+{%- if tools %}<|im_start|>system
+Tools:{% for t in tools %} {{ t | tojson }}{% endfor %}<|im_end|>
+{% endif %}
+{%- for m in messages %}
+{%- if m.role == 'tool' %}<|im_start|>user
+<tool_response>{{ m.content }}</tool_response><|im_end|>
+{% else %}<|im_start|>{{ m.role }}
+{{ m.content or '' }}
+{%- for c in m.tool_calls or [] %}<tool_call>{"name": "{{ c.name }}", "arguments": {{ c.arguments }}}</tool_call>
+{%- endfor %}<|im_end|>
+{% endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
+
+
+def make_tokenizer() -> PreTrainedTokenizerFast:
+    """One token per byte, so that any text has exactly one spelling."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    backend = Tokenizer(models.BPE(vocab={char: i for i, char in enumerate(alphabet)}, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens(SPECIALS)
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=backend, eos_token="<|im_end|>", pad_token="<|endoftext|>", model_max_length=2048
+    )
+    tokenizer.chat_template = CHAT_TEMPLATE
+    return tokenizer
+
+
+def make_config(kind: str):
+    shape = dict(
+        vocab_size=VOCAB_SIZE,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        max_position_embeddings=2048,
+        rms_norm_eps=1e-6,
+        eos_token_id=IM_END,
+        pad_token_id=256,
+        bos_token_id=None,
+        tie_word_embeddings=kind == "dense_tied",
+    )
+    if kind == "moe":
+        # The first layer stays dense, as in DeepSeek and some Qwen models.
+        experts = dict(num_experts=8, num_experts_per_tok=2, moe_intermediate_size=32, norm_topk_prob=True)
+        return Qwen3MoeConfig(**(shape | experts | dict(num_hidden_layers=3, mlp_only_layers=[0])))
+    if kind == "llama":
+        return LlamaConfig(**shape)
+    if kind in ("dense_tied", "dense_untied"):
+        return Qwen3Config(**shape)
+    raise ValueError(f"Unknown kind of tiny model: {kind!r}, want one of {', '.join(KINDS)}")
+
+
+@torch.no_grad()
+def draw_weights(model: torch.nn.Module, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    for name, parameter in model.named_parameters():
+        noise = torch.randn(parameter.shape, generator=generator)
+        if "norm" in name:
+            parameter.copy_(1 + 0.1 * noise)
+        else:
+            parameter.copy_((0.25 if "lm_head" in name or "embed" in name else 0.12) * noise)
+
+
+def make_model(kind: str, directory: str | os.PathLike, seed: int = 0) -> str:
+    """Writes the checkpoint into `directory` (made when absent) and returns its path as text."""
+    classes = {"moe": Qwen3MoeForCausalLM, "llama": LlamaForCausalLM}
+    model = classes.get(kind, Qwen3ForCausalLM)(make_config(kind)).to(torch.float32)
+    draw_weights(model, seed)
+    model.save_pretrained(directory)
+    make_tokenizer().save_pretrained(directory)
+    return str(directory)

@@ -1,0 +1,258 @@
+"""Weights by their hub names: the trainer's sharded model out to a file, and a file into an engine's live model.
+
+transformers keeps some weights fused in memory (all experts of a layer in one `gate_up_proj`), files keep them apart.
+Everything that leaves or enters a process here carries hub names, those of the model's safetensors, so that any engine
+can read it. The bridge is a layout: for every in-memory tensor the hub tensors inside it, each as (shape, stride,
+offset). It is found by sending element numbers through transformers' own conversion, so no family needs code here, and
+writer and reader use the same table.
+
+    trainer: hub_tensors(model) -> write_segment(path, ...) -> table      engine: verify_segment -> load_into
+
+Invariants
+  1. A reader checks the checksum of every tensor before it looks at names, and names and shapes of the whole model
+     before it copies the first byte. An error names the first offending tensor.
+  2. A tied lm_head is in no stream: it is the embedding.
+  3. A tensor travels in the type the trainer computes with. The reader's own type decides what it becomes.
+  4. Checksums prove bytes, not meaning: rows swapped before the checksum was taken pass here. `score` catches those.
+
+Segment file (`push_weights`, transport `file`): raw little-endian bytes back to back, each tensor at a multiple of 64;
+the file is reused when its size is unchanged. Its table is the `tensors` field of the message.
+Callers: trainer.py and checkpoint.py write; engine_torch.py reads. Elsewhere called weight sync, state-dict stream.
+"""
+
+import contextlib
+import itertools
+import mmap
+import os
+import re
+import zlib
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from transformers.core_model_loading import revert_weight_conversion
+
+ALIGN_BYTES = 64
+DTYPES = {
+    "u8": torch.uint8,
+    "i16": torch.int16,
+    "i32": torch.int32,
+    "i64": torch.int64,
+    "f32": torch.float32,
+    "f64": torch.float64,
+    "bf16": torch.bfloat16,
+}
+DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+class WeightsError(Exception):
+    """The file, its table and the model do not agree. Nothing was copied."""
+
+
+# ---- Layout: where the hub tensors lie inside the model's own ----
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One hub tensor as a strided window of an in-memory tensor."""
+
+    name: str
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+
+    def of(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.as_strided(self.shape, self.stride, tensor.storage_offset() + self.offset)
+
+
+def hub_layout(model) -> dict[str, list[Piece]]:
+    """In-memory name -> its hub tensors, in the order of the model; tied names are left out. Kept on the model."""
+    cached = getattr(model, "_hub_layout", None)
+    if cached is not None:
+        return cached
+    tied = getattr(model, "all_tied_weights_keys", None) or {}
+    shapes = {name: tuple(t.shape) for name, t in model.state_dict().items() if name not in tied}
+    layout: dict[str, list[Piece]] = {}
+    # Layers repeat: what was found for one serves every layer with the same name pattern and shape.
+    seen: dict[tuple[str, tuple[int, ...]], tuple[str, list[Piece]]] = {}
+    for name, shape in shapes.items():
+        key = (re.sub(r"\.\d+\.", ".*.", name, count=1), shape)
+        if key not in seen:
+            seen[key] = (layer_prefix(name), find_pieces(model, name, shape))
+        prefix, pieces = seen[key]
+        mine = layer_prefix(name)
+        layout[name] = [Piece(mine + p.name.removeprefix(prefix), p.shape, p.stride, p.offset) for p in pieces]
+    check_names(model, shapes, layout)
+    model._hub_layout = layout
+    return layout
+
+
+def layer_prefix(name: str) -> str:
+    """`model.layers.3.` of a name inside a layer, else nothing: the unit that is gathered at a time."""
+    found = re.match(r".*?\.\d+\.", name)
+    return found.group(0) if found else ""
+
+
+def find_pieces(model, name: str, shape: tuple[int, ...]) -> list[Piece]:
+    numbers = torch.arange(torch.Size(shape).numel()).view(shape)
+    pieces = []
+    for hub_name, part in revert_weight_conversion(model, {name: numbers}).items():
+        offset = int(part.flatten()[0])
+        stride = tuple(int(part.select(d, 1).flatten()[0]) - offset if n > 1 else 1 for d, n in enumerate(part.shape))
+        piece = Piece(hub_name, tuple(part.shape), stride, offset)
+        if not torch.equal(piece.of(numbers), part):
+            raise WeightsError(f"Cannot name {hub_name}: it is not a regular window of {name}")
+        pieces.append(piece)
+    return pieces
+
+
+def check_names(model, shapes: dict[str, tuple[int, ...]], layout: dict[str, list[Piece]]) -> None:
+    """The pieces, found one tensor at a time, must be what the conversion gives for the whole model."""
+    whole = revert_weight_conversion(model, {n: torch.empty(s, device="meta") for n, s in shapes.items()})
+    found = {p.name: p.shape for pieces in layout.values() for p in pieces}
+    wanted = {name: tuple(t.shape) for name, t in whole.items()}
+    for name in sorted(found.keys() | wanted.keys()):
+        if found.get(name) != wanted.get(name):
+            raise WeightsError(f"Cannot name {name}: layout has {found.get(name)}, conversion gives {wanted.get(name)}")
+
+
+# ---- Writing ----
+
+
+def hub_tensors(model) -> Iterator[tuple[str, torch.Tensor]]:
+    """
+    (hub name, tensor) of the whole sharded model, one decoder layer gathered at a time. Collective: every rank iterates
+    to the end. A tensor is valid until the next is asked for, and may be a strided window.
+    """
+    groups: dict[str, list[str]] = {}
+    layout = hub_layout(model)
+    for name in layout:
+        groups.setdefault(layer_prefix(name), []).append(name)
+    for prefix, names in groups.items():
+        with gathered(model, prefix) as live:
+            for name in names:
+                # Under tensor or expert parallelism an unsharded weight is still cut along that axis.
+                whole = live[name].full_tensor() if isinstance(live[name], DTensor) else live[name]
+                for piece in layout[name]:
+                    yield piece.name, piece.of(whole)
+
+
+@contextlib.contextmanager
+def gathered(model, prefix: str) -> Iterator[dict[str, torch.Tensor]]:
+    """The live tensors under `prefix` (of the root: those in no layer), gathered in the type they compute in."""
+    part = model.get_submodule(prefix[:-1]) if prefix else model
+    cut = [
+        module
+        for name, module in part.named_modules()
+        if isinstance(module, FSDPModule) and (prefix or not layer_prefix(f"{name}."))
+    ]
+    for module in cut:
+        module.unshard()
+    try:
+        named = itertools.chain(part.named_parameters(), part.named_buffers())
+        yield {prefix + name: tensor.detach() for name, tensor in named}
+    finally:
+        for module in cut:
+            module.reshard()
+
+
+def write_segment(path: str, tensors: Iterable[tuple[str, torch.Tensor]], write: bool = True) -> tuple[list[dict], int]:
+    """
+    Writes the tensors back to back; returns (table, bytes of the file). With write=False it only runs through them,
+    as the ranks must that gather but do not write, and returns ([], 0).
+    """
+    if not write:
+        for _ in tensors:
+            pass
+        return [], 0
+    table: list[dict] = []
+    offset = 0
+    # Pages of an existing file are written over: no page faults, and no truncation under a reader's mapping.
+    with open(os.open(path, os.O_RDWR | os.O_CREAT, 0o600), "r+b") as file:
+        for name, tensor in tensors:
+            data = bytes_of(tensor)
+            file.seek(offset)
+            file.write(data)
+            entry = {"name": name, "dtype": DTYPE_NAMES[tensor.dtype], "shape": list(tensor.shape)}
+            table.append(entry | {"offset": offset, "bytes": len(data), "crc32": zlib.crc32(data)})
+            offset += -(-len(data) // ALIGN_BYTES) * ALIGN_BYTES
+        if os.fstat(file.fileno()).st_size != offset:
+            file.truncate(offset)
+    return table, offset
+
+
+def bytes_of(tensor: torch.Tensor) -> memoryview:
+    # Always a copy: numpy would pin memory that FSDP frees by resizing it.
+    own = tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
+    return memoryview(own.reshape(-1).view(torch.uint8).numpy())
+
+
+# ---- Reading ----
+
+
+def verify_segment(path: str, table: list[dict]) -> dict[str, torch.Tensor]:
+    """
+    Tensors of the file by hub name, mapped and not copied; all checksums hold. Raises WeightsError.
+
+    The tensors keep the mapping alive: drop them before the trainer may write the file again.
+    """
+    if not table:
+        raise WeightsError(f"Cannot read {path}: its table is empty")
+    try:
+        with open(path, "rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            # A private writable mapping: torch refuses to be quiet about read-only memory. Nothing is written to it.
+            mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+    except (OSError, ValueError) as error:
+        raise WeightsError(f"Cannot map {path}: {error}") from error
+    tensors: dict[str, torch.Tensor] = {}
+    content = memoryview(mapped)
+    for entry in table:
+        name = entry["name"]
+        dtype = check_entry(entry, size, tensors)
+        crc32 = zlib.crc32(content[entry["offset"] : entry["offset"] + entry["bytes"]])
+        if crc32 != entry["crc32"]:
+            raise WeightsError(f"Checksum of {name} is {crc32:08x}, the trainer sent {entry['crc32']:08x}")
+        count = entry["bytes"] // dtype.itemsize
+        flat = torch.frombuffer(mapped, dtype=dtype, count=count, offset=entry["offset"])
+        tensors[name] = flat.view(entry["shape"])
+    return tensors
+
+
+def check_entry(entry: dict, size: int, seen: dict) -> torch.dtype:
+    name, dtype = entry["name"], DTYPES.get(entry["dtype"])
+    if name in seen:
+        raise WeightsError(f"Tensor {name} is in the table twice")
+    if dtype is None:
+        raise WeightsError(f"Tensor {name} has unknown dtype {entry['dtype']!r}")
+    wanted = torch.Size(entry["shape"]).numel() * dtype.itemsize
+    if entry["bytes"] != wanted or wanted == 0:
+        raise WeightsError(f"Tensor {name} has {entry['bytes']} bytes, its shape {entry['shape']} needs {wanted}")
+    if entry["offset"] % ALIGN_BYTES or not 0 <= entry["offset"] <= size - wanted:
+        raise WeightsError(f"Tensor {name} at {entry['offset']} + {wanted} bytes does not fit a file of {size} bytes")
+    return dtype
+
+
+@torch.no_grad()
+def load_into(model, tensors: dict[str, torch.Tensor]) -> int:
+    """
+    Copies hub tensors in place into a model that is not sharded; returns how many. All or nothing: raises WeightsError
+    before the first copy unless names and shapes cover the whole model, each once.
+    """
+    live = model.state_dict()  # detached, same storage
+    windows = {p.name: p.of(live[name]) for name, pieces in hub_layout(model).items() for p in pieces}
+    for name, window in windows.items():
+        if name not in tensors:
+            raise WeightsError(f"Tensor {name} of the model was not sent ({len(tensors)} of {len(windows)} were)")
+        if tensors[name].shape != window.shape:
+            raise WeightsError(f"Tensor {name} was sent as {list(tensors[name].shape)}, want {list(window.shape)}")
+        if tensors[name].is_floating_point() != window.is_floating_point():
+            raise WeightsError(f"Tensor {name} was sent as {tensors[name].dtype}, want {window.dtype}")
+    for name in tensors:
+        if name not in windows:
+            raise WeightsError(f"Tensor {name} was sent but the model has none of that name")
+    for name, window in windows.items():
+        window.copy_(tensors[name])
+    return len(windows)
