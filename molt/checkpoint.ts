@@ -12,13 +12,13 @@
  */
 import { closeSync, existsSync, fsyncSync, mkdirSync, openSync, readdirSync, readFileSync, renameSync, rmSync, statSync, writeFileSync } from 'node:fs';
 import { join, relative } from 'node:path';
+import type { Position } from './data.ts';
 import type { Trainer } from './trainer.ts';
-import type { Json } from './types.ts';
 
 export interface LoopState {
   readonly step: number; // steps done
   readonly version: number;
-  readonly data: Json; // position of the prompt stream, with the hash of what it reads
+  readonly data: Position; // of the prompt stream, with the hash of what it reads
   readonly dispatched: number; // groups ever admitted, which numbers them
 }
 
@@ -50,8 +50,14 @@ export async function saveCheckpoint(args: { runDir: string; trainer: Trainer; s
   return final;
 }
 
-/** The newest complete checkpoint of a run, null when there is none. Incomplete ones are named in `skipped`. */
-export function newestCheckpoint(runDir: string): { path: string; state: LoopState; skipped: string[] } | null {
+export interface Checkpoint {
+  readonly path: string;
+  readonly state: LoopState;
+  readonly skipped: readonly string[]; // newer ones that are incomplete, with what is wrong
+}
+
+/** The newest complete checkpoint of a run, null when there is none. */
+export function newestCheckpoint(runDir: string): Checkpoint | null {
   const skipped: string[] = [];
   for (const { path } of stepDirectories(runDir).reverse()) {
     const problem = incomplete(path);

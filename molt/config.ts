@@ -51,16 +51,60 @@ interface Num extends Row, Range {
   readonly type: 'int' | 'float';
   readonly default: number;
 }
-interface Choice extends Row {
+interface Choice<C extends string = string> extends Row {
   readonly type: 'choice';
-  readonly choices: readonly string[];
-  readonly default: string;
+  readonly choices: readonly C[];
+  readonly default: C;
 }
 interface Pair extends Row, Range {
   readonly type: 'pair'; // two numbers, both within the range
   readonly default: readonly [number, number];
 }
 type Spec = Plain | Bool | Num | Choice | Pair;
+
+type Effect = Pick<Row, 'effect'>;
+const text = (value: string, help: string, more: Effect = {}): Plain => ({
+  type: 'string',
+  default: value,
+  help,
+  ...more,
+});
+const bool = (value: boolean, help: string, more: Effect = {}): Bool => ({
+  type: 'bool',
+  default: value,
+  help,
+  ...more,
+});
+const int = (value: number, help: string, more: Effect & Range = {}): Num => ({
+  type: 'int',
+  default: value,
+  help,
+  ...more,
+});
+const float = (value: number, help: string, more: Effect & Range = {}): Num => ({
+  type: 'float',
+  default: value,
+  help,
+  ...more,
+});
+const pair = (value: readonly [number, number], help: string, more: Effect & Range = {}): Pair => ({
+  type: 'pair',
+  default: value,
+  help,
+  ...more,
+});
+const choice = <const C extends string>(
+  choices: readonly C[],
+  value: C,
+  help: string,
+  more: Effect = {},
+): Choice<C> => ({
+  type: 'choice',
+  choices,
+  default: value,
+  help,
+  ...more,
+});
 
 const REINFORCE = [{ option: 'algo.advantage.estimator', is: ['reinforce'] }] as const;
 const WHITENED = [{ option: 'algo.advantage.estimator', is: ['reinforce', 'reinforce_baseline'] }] as const;
@@ -111,224 +155,183 @@ const GROUPS: Readonly<Record<string, string>> = {
 };
 
 export const OPTIONS = {
-  'run.dir': { type: 'string', default: '', help: 'directory of the run; empty = a new numbered one, runs/<recipe>-NNN' },
-  'run.resume': { type: 'bool', default: false, help: 'continue the run in run.dir from its newest complete checkpoint (also --resume)' },
+  'run.dir': text('', 'directory of the run; empty = a new numbered one, runs/<recipe>-NNN'),
+  'run.resume': bool(false, 'continue the run in run.dir from its newest complete checkpoint (also --resume)'),
 
-  'train.num_steps': { type: 'int', default: 100, min: 1, help: 'optimizer steps of the whole run' },
-  'train.batch_size': { type: 'int', default: 16, min: 1, help: 'prompt groups in one optimizer step' },
-  'train.seed': { type: 'int', default: 42, min: 0, max: 2 ** 31 - 1, help: 'seeds prompt order, sampling and initial state' },
-  'train.agent_path': { type: 'string', default: '', help: 'module that exports `agent`; empty = the recipe' },
-  'train.micro_batch_size': {
-    type: 'int',
-    default: 0,
-    min: 0,
-    help: 'samples in one forward pass of a rank; 0 = as many as train.max_tokens_per_gpu allows',
-  },
-  'train.max_tokens_per_gpu': {
-    type: 'int',
-    default: 16384,
-    min: 1,
-    help: 'tokens in one forward pass of a rank, padding included; a longer sample goes alone',
-    effect: [{ option: 'train.micro_batch_size', is: [0] }],
-  },
-  'train.max_staleness': { type: 'int', default: 0, min: 0, help: 'refits between sampling and training of a token; 0 = synchronous' },
+  'train.num_steps': int(100, 'optimizer steps of the whole run', { min: 1 }),
+  'train.batch_size': int(16, 'prompt groups in one optimizer step', { min: 1 }),
+  'train.seed': int(42, 'seeds prompt order, sampling and initial state', { min: 0, max: 2 ** 31 - 1 }),
+  'train.agent_path': text('', 'module that exports `agent`; empty = the recipe'),
+  'train.micro_batch_size': int(
+    0,
+    'samples in one forward pass of a rank; 0 = as many as train.max_tokens_per_gpu allows',
+    { min: 0 },
+  ),
+  'train.max_tokens_per_gpu': int(
+    16384,
+    'tokens in one forward pass of a rank, padding included; a longer sample goes alone',
+    { min: 1, effect: [{ option: 'train.micro_batch_size', is: [0] }] },
+  ),
+  'train.max_staleness': int(0, 'refits between sampling and training of a token; 0 = synchronous', { min: 0 }),
 
-  'actor.model_name_or_path': { type: 'string', default: '', help: 'directory of the policy in Hugging Face format' },
-  'actor.adam.lr': { type: 'float', default: 1e-6, above: 0, help: 'peak learning rate of AdamW' },
-  'actor.adam.betas': { type: 'pair', default: [0.9, 0.95], min: 0, below: 1, help: 'decay of the first and second moment of AdamW' },
-  'actor.adam.eps': { type: 'float', default: 1e-8, above: 0, help: 'added to the root of the second moment' },
-  'actor.adam.weight_decay': { type: 'float', default: 0, min: 0, help: 'decoupled weight decay per step, times the learning rate' },
-  'actor.lr_scheduler': {
-    type: 'choice',
-    choices: ['constant', 'linear', 'cosine'],
-    default: 'constant',
-    help: 'learning rate after the warm-up, over the rest of train.num_steps',
-  },
-  'actor.lr_warmup_ratio': { type: 'float', default: 0.03, min: 0, max: 1, help: 'share of train.num_steps that rises linearly to the peak' },
-  'actor.min_lr_ratio': {
-    type: 'float',
-    default: 0.1,
+  'actor.model_name_or_path': text('', 'directory of the policy in Hugging Face format'),
+  'actor.adam.lr': float(1e-6, 'peak learning rate of AdamW', { above: 0 }),
+  'actor.adam.betas': pair([0.9, 0.95], 'decay of the first and second moment of AdamW', { min: 0, below: 1 }),
+  'actor.adam.eps': float(1e-8, 'added to the root of the second moment', { above: 0 }),
+  'actor.adam.weight_decay': float(0, 'decoupled weight decay per step, times the learning rate', { min: 0 }),
+  'actor.lr_scheduler': choice(
+    ['constant', 'linear', 'cosine'],
+    'constant',
+    'learning rate after the warm-up, over the rest of train.num_steps',
+  ),
+  'actor.lr_warmup_ratio': float(0.03, 'share of train.num_steps that rises linearly to the peak', { min: 0, max: 1 }),
+  'actor.min_lr_ratio': float(0.1, 'learning rate of the last step, as a share of the peak', {
     min: 0,
     max: 1,
-    help: 'learning rate of the last step, as a share of the peak',
     effect: DECAYING,
-  },
-  'actor.max_norm': { type: 'float', default: 1, above: 0, help: 'gradients are scaled down to this global L2 norm' },
-  'actor.eps_clip_low_high': {
-    type: 'pair',
-    default: [0.2, 0.2],
-    min: 0,
-    help: 'importance ratio is clipped to [1 - low, 1 + high]',
-  },
-  'actor.gradient_checkpoint': {
-    type: 'choice',
-    choices: ['none', 'full'],
-    default: 'none',
-    help: 'full = recompute every layer in the backward pass: less memory, about a third slower',
-    effect: TRAINER_TORCH,
-  },
+  }),
+  'actor.max_norm': float(1, 'gradients are scaled down to this global L2 norm', { above: 0 }),
+  'actor.eps_clip_low_high': pair([0.2, 0.2], 'importance ratio is clipped to [1 - low, 1 + high]', { min: 0 }),
+  'actor.gradient_checkpoint': choice(
+    ['none', 'full'],
+    'none',
+    'full = recompute every layer in the backward pass: less memory, about a third slower',
+    { effect: TRAINER_TORCH },
+  ),
 
-  'algo.advantage.estimator': {
-    type: 'choice',
-    choices: ['grpo', 'rloo', 'reinforce_baseline', 'dr_grpo', 'reinforce'],
-    default: 'grpo',
-    help: 'rewards to advantages; formulas in estimators.ts',
-  },
-  'algo.advantage.gamma': { type: 'float', default: 1, min: 0, max: 1, help: 'discount per token', effect: REINFORCE },
-  'algo.advantage.no_whiten': {
-    type: 'bool',
-    default: false,
-    help: 'leave the advantages of the batch at their own mean and scale',
+  'algo.advantage.estimator': choice(
+    ['grpo', 'rloo', 'reinforce_baseline', 'dr_grpo', 'reinforce'],
+    'grpo',
+    'rewards to advantages; formulas in estimators.ts',
+  ),
+  'algo.advantage.gamma': float(1, 'discount per token', { min: 0, max: 1, effect: REINFORCE }),
+  'algo.advantage.no_whiten': bool(false, 'leave the advantages of the batch at their own mean and scale', {
     effect: WHITENED,
-  },
-  'algo.advantage.is_correction_level': {
-    type: 'choice',
-    choices: ['off', 'token'],
-    default: 'off',
-    help: 'correct the gap between rollout and trainer logprobs by importance ratio: not, or per token',
-  },
-  'algo.advantage.is_correction_mode': {
-    type: 'choice',
-    choices: ['mask', 'clip', 'trunc'],
-    default: 'mask',
-    help: 'tokens outside the threshold: dropped from the loss, ratio clipped at both ends, or only from above',
-    effect: CORRECTED,
-  },
-  'algo.advantage.is_correction_threshold': {
-    type: 'pair',
-    default: [0.5, 5],
+  }),
+  'algo.advantage.is_correction_level': choice(
+    ['off', 'token'],
+    'off',
+    'correct the gap between rollout and trainer logprobs by importance ratio: not, or per token',
+  ),
+  'algo.advantage.is_correction_mode': choice(
+    ['mask', 'clip', 'trunc'],
+    'mask',
+    'tokens outside the threshold: dropped from the loss, ratio clipped at both ends, or only from above',
+    { effect: CORRECTED },
+  ),
+  'algo.advantage.is_correction_threshold': pair([0.5, 5], 'lowest and highest importance ratio left as it is', {
     min: 0,
-    help: 'lowest and highest importance ratio left as it is',
     effect: CORRECTED,
-  },
-  'reward.clip_range': { type: 'pair', default: [-10, 10], help: 'rewards are clipped to this before any baseline' },
+  }),
 
-  'rollout.n_samples_per_prompt': { type: 'int', default: 8, min: 1, help: 'rollouts of one prompt, the size of a group' },
-  'rollout.temperature': { type: 'float', default: 1, above: 0, help: 'sampling temperature of training rollouts' },
-  'rollout.max_new_tokens': { type: 'int', default: 512, min: 1, help: 'tokens the policy may sample in one turn' },
-  'rollout.max_turns': { type: 'int', default: 8, min: 1, help: 'turns of the policy in one rollout' },
-  'rollout.deadline_s': { type: 'float', default: 600, above: 0, help: 'seconds a rollout may take before it ends with reason deadline' },
-  'rollout.num_runners': { type: 'int', default: 1, min: 1, max: 256, help: 'processes that host the agents' },
-  'rollout.max_failure_rate': {
-    type: 'float',
-    default: 0.5,
+  'reward.clip_range': pair([-10, 10], 'rewards are clipped to this before any baseline'),
+
+  'rollout.n_samples_per_prompt': int(8, 'rollouts of one prompt, the size of a group', { min: 1 }),
+  'rollout.temperature': float(1, 'sampling temperature of training rollouts', { above: 0 }),
+  'rollout.max_new_tokens': int(512, 'tokens the policy may sample in one turn', { min: 1 }),
+  'rollout.max_turns': int(8, 'turns of the policy in one rollout', { min: 1 }),
+  'rollout.deadline_s': float(600, 'seconds a rollout may take before it ends with reason deadline', { above: 0 }),
+  'rollout.num_runners': int(1, 'processes that host the agents', { min: 1, max: 256 }),
+  'rollout.max_failure_rate': float(
+    0.5,
+    'share of recent rollouts that may end without a reward before the run stops with the commonest cause',
+    { min: 0, max: 1 },
+  ),
+  'rollout.mismatch_stop': choice(
+    ['on', 'off'],
+    'on',
+    'stop when engine and trainer disagree on logprobs at the start or on three steps running',
+  ),
+
+  'data.prompt_dataset': text(
+    '',
+    'training prompts: a .jsonl or .json file, or a module that exports `prompts`; empty = the recipe',
+  ),
+  'data.input_key': text('input', 'column with the text or the chat messages of a prompt', { effect: FILES }),
+  'data.label_key': text('label', 'column with the label the agent is given; empty = none', { effect: FILES }),
+  'data.tools_key': text('', 'column with the JSON schemas of the tools; empty = none', { effect: FILES }),
+  'data.max_len': int(2048, 'tokens of a whole trajectory, prompt included', { min: 2 }),
+  'data.max_samples': int(
+    0,
+    'prompts to train on, drawn by train.seed, or the first ones without data.shuffle; 0 = all',
+    { min: 0 },
+  ),
+  'data.shuffle': bool(true, 'another order of the prompts in each epoch, by train.seed; false = as they come'),
+
+  'eval.dataset': text(
+    '',
+    "held-out prompts, as data.prompt_dataset; empty = the recipe's own if it exports `prompts`; none = no evaluation",
+  ),
+  'eval.steps': int(0, 'steps between evaluations; 0 = only at the start and at the end', {
     min: 0,
-    max: 1,
-    help: 'share of recent rollouts that may end without a reward before the run stops with the commonest cause',
-  },
-  'rollout.mismatch_stop': {
-    type: 'choice',
-    choices: ['on', 'off'],
-    default: 'on',
-    help: 'stop when engine and trainer disagree on logprobs at the start or on three steps running',
-  },
+    effect: EVALUATED,
+  }),
+  'eval.eval_at_start': bool(true, 'evaluate before the first step of a new run', { effect: EVALUATED }),
+  'eval.max_samples': int(0, 'prompts to evaluate, drawn by train.seed once; 0 = all', { min: 0, effect: EVALUATED }),
+  'eval.n_samples_per_prompt': int(1, 'rollouts of one prompt in an evaluation', { min: 1, effect: EVALUATED }),
+  'eval.temperature': float(1, 'sampling temperature of evaluation', { min: 0, effect: EVALUATED }),
+  'eval.greedy': bool(true, 'one more pass at temperature 0, at the start and at the end', { effect: EVALUATED }),
 
-  'data.prompt_dataset': {
-    type: 'string',
-    default: '',
-    help: 'training prompts: a .jsonl or .json file, or a module that exports `prompts`; empty = the recipe',
-  },
-  'data.input_key': { type: 'string', default: 'input', help: 'column with the text or the chat messages of a prompt', effect: FILES },
-  'data.label_key': { type: 'string', default: 'label', help: 'column with the label the agent is given; empty = none', effect: FILES },
-  'data.tools_key': { type: 'string', default: '', help: 'column with the JSON schemas of the tools; empty = none', effect: FILES },
-  'data.max_len': { type: 'int', default: 2048, min: 2, help: 'tokens of a whole trajectory, prompt included' },
-  'data.max_samples': { type: 'int', default: 0, min: 0, help: 'prompts to train on, drawn by train.seed; 0 = all' },
-  'data.shuffle': { type: 'bool', default: true, help: 'another order of the prompts in each epoch, by train.seed; false = as they come' },
-
-  'eval.dataset': {
-    type: 'string',
-    default: '',
-    help: "held-out prompts, as data.prompt_dataset; empty = the recipe's own if it exports `prompts`; none = no evaluation",
-  },
-  'eval.steps': { type: 'int', default: 0, min: 0, help: 'steps between evaluations; 0 = only at the start and at the end', effect: EVALUATED },
-  'eval.eval_at_start': { type: 'bool', default: true, help: 'evaluate before the first step of a new run', effect: EVALUATED },
-  'eval.max_samples': { type: 'int', default: 0, min: 0, help: 'prompts to evaluate, drawn by train.seed once; 0 = all', effect: EVALUATED },
-  'eval.n_samples_per_prompt': { type: 'int', default: 1, min: 1, help: 'rollouts of one prompt in an evaluation', effect: EVALUATED },
-  'eval.temperature': { type: 'float', default: 1, min: 0, help: 'sampling temperature of evaluation', effect: EVALUATED },
-  'eval.greedy': { type: 'bool', default: true, help: 'one more pass at temperature 0, at the start and at the end', effect: EVALUATED },
-
-  'engine.kind': { type: 'choice', choices: ['torch', 'vllm', 'simulated'], default: 'torch', help: 'what samples tokens' },
-  'engine.num_engines': { type: 'int', default: 1, min: 1, max: 1024, help: 'engine processes' },
-  'engine.max_requests': { type: 'int', default: 256, min: 1, help: 'turns sampled at once by one engine; more wait in line' },
-  'engine.max_len': { type: 'int', default: 0, min: 0, help: 'tokens an engine can hold for one request; 0 = data.max_len' },
-  'engine.prefill_tokens': {
-    type: 'int',
-    default: 4096,
+  'engine.kind': choice(['torch', 'vllm', 'simulated'], 'torch', 'what samples tokens'),
+  'engine.num_engines': int(1, 'engine processes', { min: 1, max: 1024 }),
+  'engine.max_requests': int(256, 'turns sampled at once by one engine; more wait in line', { min: 1 }),
+  'engine.max_len': int(0, 'tokens an engine can hold for one request; 0 = data.max_len', { min: 0 }),
+  'engine.prefill_tokens': int(4096, 'prompt tokens one engine step takes in at most', {
     min: 1,
-    help: 'prompt tokens one engine step takes in at most',
     effect: ENGINE_TORCH,
-  },
-  'engine.dtype': {
-    type: 'choice',
-    choices: ['float32', 'bfloat16'],
-    default: 'float32',
-    help: 'type of the weights in the engine',
+  }),
+  'engine.dtype': choice(['float32', 'bfloat16'], 'float32', 'type of the weights in the engine', {
     effect: ENGINE_TORCH,
-  },
-  'engine.device': {
-    type: 'choice',
-    choices: ['auto', 'cpu', 'cuda'],
-    default: 'auto',
-    help: 'where engines run; auto = cuda when there is one',
+  }),
+  'engine.device': choice(['auto', 'cpu', 'cuda'], 'auto', 'where engines run; auto = cuda when there is one', {
     effect: ENGINE_TORCH,
-  },
-  'engine.max_restarts': { type: 'int', default: 3, min: 0, help: 'restarts of one engine before the run goes on without it' },
-  'engine.stall_s': { type: 'float', default: 120, above: 0, help: 'seconds with requests and without a step after which an engine is restarted' },
+  }),
+  'engine.max_restarts': int(3, 'restarts of one engine before the run goes on without it', { min: 0 }),
 
-  'trainer.kind': { type: 'choice', choices: ['torch', 'simulated'], default: 'torch', help: 'what computes gradients' },
-  'trainer.num_ranks': { type: 'int', default: 1, min: 1, max: 4096, help: 'trainer processes that share the batch' },
-  'trainer.device': {
-    type: 'choice',
-    choices: ['auto', 'cpu', 'cuda'],
-    default: 'auto',
-    help: 'where trainer ranks run; auto = cuda when there is one',
+  'trainer.kind': choice(['torch', 'simulated'], 'torch', 'what computes gradients'),
+  'trainer.num_ranks': int(1, 'trainer processes that share the batch', { min: 1, max: 4096 }),
+  'trainer.device': choice(['auto', 'cpu', 'cuda'], 'auto', 'where trainer ranks run; auto = cuda when there is one', {
     effect: TRAINER_TORCH,
-  },
-  'trainer.logprob_chunk': {
-    type: 'int',
-    default: 1024,
+  }),
+  'trainer.logprob_chunk': int(1024, 'tokens whose logits exist at once; smaller = less memory', {
     min: 1,
-    help: 'tokens whose logits exist at once; smaller = less memory',
     effect: TRAINER_TORCH,
-  },
-  'fsdp.param_dtype': {
-    type: 'choice',
-    choices: ['float32', 'bfloat16'],
-    default: 'float32',
-    help: 'type the trainer computes in; master weights are float32',
-    effect: TRAINER_TORCH,
-  },
-  'fsdp.packing_samples': { type: 'bool', default: false, help: 'one packed row per micro-batch instead of padded rows' },
-  'tokenizer.kind': { type: 'choice', choices: ['python', 'simulated'], default: 'python', help: 'what renders the chat template and encodes text' },
+  }),
 
-  'refit.verify_every': {
-    type: 'int',
-    default: 10,
-    min: 1,
-    help: 'refits between probes that engine and trainer give the same logprobs; the first three are always probed',
-  },
+  'fsdp.param_dtype': choice(
+    ['float32', 'bfloat16'],
+    'float32',
+    'type the trainer computes in; master weights are float32',
+    { effect: TRAINER_TORCH },
+  ),
+  'fsdp.packing_samples': bool(false, 'one packed row per micro-batch instead of padded rows'),
 
-  'ckpt.save_steps': { type: 'int', default: 0, min: 0, help: 'steps between checkpoints; 0 = only at the end' },
-  'ckpt.max_num': {
-    type: 'int',
-    default: 3,
+  'tokenizer.kind': choice(['python', 'simulated'], 'python', 'what renders the chat template and encodes text'),
+
+  'refit.verify_every': int(
+    10,
+    'refits between probes that engine and trainer give the same logprobs; the first three are always probed',
+    { min: 1 },
+  ),
+
+  'ckpt.save_steps': int(0, 'steps between checkpoints; 0 = only at the end', { min: 0 }),
+  'ckpt.max_num': int(3, 'checkpoints kept, the newest ones', {
     min: 1,
-    help: 'checkpoints kept, the newest ones',
     effect: [{ option: 'ckpt.save_steps', not: [0] }],
-  },
-  'ckpt.save_hf': { type: 'bool', default: false, help: 'a Hugging Face directory next to each checkpoint', effect: SAVED },
-  'ckpt.disable_final_save': { type: 'bool', default: false, help: 'no checkpoint at the end of the run' },
+  }),
+  'ckpt.save_hf': bool(false, 'a Hugging Face directory next to each checkpoint', { effect: SAVED }),
+  'ckpt.disable_final_save': bool(false, 'no checkpoint at the end of the run'),
 
-  'launch.silence_s': { type: 'float', default: 60, above: 0, help: 'seconds without a sign of life after which a worker is killed' },
-  'launch.ready_s': { type: 'float', default: 600, above: 0, help: 'the same while it loads its model' },
-  'launch.python': { type: 'string', default: '', help: 'interpreter of the Python workers; empty = .venv of the repository', effect: PYTHON },
-  'simulated.script': {
-    type: 'string',
-    default: '',
-    help: 'latencies, tokens and failures: JSON text or the path of a JSON file (workers/simulated.ts)',
-    effect: SIMULATED,
-  },
-} as const satisfies Record<string, Spec>;
+  'launch.silence_s': float(60, 'seconds without a sign of life after which a worker is killed', { above: 0 }),
+  'launch.ready_s': float(600, 'the same while it loads its model', { above: 0 }),
+  'launch.python': text('', 'interpreter of the Python workers; empty = .venv of the repository', { effect: PYTHON }),
+
+  'simulated.script': text(
+    '',
+    'latencies, tokens and failures: JSON text or the path of a JSON file (workers/simulated.ts)',
+    { effect: SIMULATED },
+  ),
+} satisfies Record<string, Spec>;
 
 export type OptionName = keyof typeof OPTIONS;
 type ValueOf<S> = S extends { readonly type: 'string' }
@@ -358,7 +361,9 @@ const CHECKS: readonly Check[] = [
     problem: (o) => {
       if (!o['run.resume']) return null;
       if (o['run.dir'] === '') return 'needs --run.dir, the directory of the run to continue';
-      return existsSync(join(o['run.dir'], 'config.json')) ? null : `finds no run in ${o['run.dir']} (no config.json there)`;
+      return existsSync(join(o['run.dir'], 'config.json'))
+        ? null
+        : `finds no run in ${o['run.dir']} (no config.json there)`;
     },
   },
   {
@@ -370,7 +375,8 @@ const CHECKS: readonly Check[] = [
   },
   {
     options: ['train.max_staleness'],
-    problem: (o) => (o['train.max_staleness'] > 0 ? 'sync only: asynchronous training is not available, allowed is 0' : null),
+    problem: (o) =>
+      o['train.max_staleness'] > 0 ? 'sync only: asynchronous training is not available, allowed is 0' : null,
   },
   {
     options: ['train.agent_path'],
@@ -393,7 +399,8 @@ const CHECKS: readonly Check[] = [
   },
   {
     options: ['engine.kind'],
-    problem: (o) => (o['engine.kind'] === 'vllm' ? 'not available: this version samples with torch or simulated engines' : null),
+    problem: (o) =>
+      o['engine.kind'] === 'vllm' ? 'not available: this version samples with torch or simulated engines' : null,
   },
   {
     options: ['algo.advantage.estimator', 'rollout.n_samples_per_prompt'],
@@ -403,7 +410,10 @@ const CHECKS: readonly Check[] = [
         : null,
   },
   { options: ['reward.clip_range'], problem: (o) => ordered(o['reward.clip_range']) },
-  { options: ['algo.advantage.is_correction_threshold'], problem: (o) => ordered(o['algo.advantage.is_correction_threshold']) },
+  {
+    options: ['algo.advantage.is_correction_threshold'],
+    problem: (o) => ordered(o['algo.advantage.is_correction_threshold']),
+  },
   {
     options: ['actor.eps_clip_low_high'],
     problem: (o) => (o['actor.eps_clip_low_high'][0] < 1 ? null : 'low must be < 1, for 1 - low is the lowest ratio'),
@@ -411,7 +421,9 @@ const CHECKS: readonly Check[] = [
   {
     options: ['rollout.max_new_tokens', 'data.max_len'],
     problem: (o) =>
-      o['rollout.max_new_tokens'] < o['data.max_len'] ? null : `must be < data.max_len (${o['data.max_len']}), or no prompt fits`,
+      o['rollout.max_new_tokens'] < o['data.max_len']
+        ? null
+        : `must be < data.max_len (${o['data.max_len']}), or no prompt fits`,
   },
   {
     options: ['engine.max_len', 'data.max_len'],
@@ -491,8 +503,7 @@ export class HelpRequested extends Error {
 export async function loadConfig(argv: readonly string[]): Promise<Config> {
   const problems: string[] = [];
   const cli = await parseCommandLine(argv, problems);
-  if (cli.recipe === null) throw new ConfigError(['Missing the recipe: npx tsx molt/loop.ts RECIPE [--option value ...]', ...problems]);
-  const recipePath = resolve(cli.recipe);
+  const recipePath = resolve(cli.recipe ?? '');
   const module = await importRecipe(cli.recipe, recipePath, problems);
 
   const values: Record<string, unknown> = {};
@@ -570,7 +581,8 @@ async function parseCommandLine(argv: readonly string[], problems: string[]): Pr
   const before = problems.length;
   const given = new Map<OptionName, unknown>();
   const words = (parsed._ as unknown[]).map(String);
-  for (const word of words) problems.push(`Unexpected argument "${word}": values follow an option, the recipe comes first`);
+  for (const word of words)
+    problems.push(`Unexpected argument "${word}": values follow an option, the recipe comes first`);
   for (const [name, value] of Object.entries(parsed)) {
     if (name === '_' || name === '$0' || name === 'recipe' || name === 'help') continue;
     if (isOption(name)) given.set(name, value);
@@ -585,9 +597,14 @@ function isOption(name: string): name is OptionName {
   return Object.hasOwn(OPTIONS, name);
 }
 
-type Set1 = (name: OptionName, value: unknown, source: Source) => void;
+type SetOption = (name: OptionName, value: unknown, source: Source) => void;
 
-function readCommandLineOptions(given: ReadonlyMap<OptionName, unknown>, set: Set1, unreadable: Set<string>, problems: string[]): void {
+function readCommandLineOptions(
+  given: ReadonlyMap<OptionName, unknown>,
+  set: SetOption,
+  unreadable: Set<string>,
+  problems: string[],
+): void {
   for (const [name, raw] of given) {
     const spec: Spec = OPTIONS[name];
     if (raw === 'default' || (Array.isArray(raw) && raw.length === 1 && raw[0] === 'default')) {
@@ -617,7 +634,8 @@ function readWords(raw: unknown, spec: Spec): Read {
     return checkValue(numbers, spec);
   }
   const text = String(raw);
-  if (spec.type === 'bool') return checkValue(text === '' || text === 'true' ? true : text === 'false' ? false : text, spec);
+  if (spec.type === 'bool')
+    return checkValue(text === '' || text === 'true' ? true : text === 'false' ? false : text, spec);
   if (spec.type === 'int' || spec.type === 'float') return checkValue(toNumber(text), spec);
   return checkValue(text, spec);
 }
@@ -637,7 +655,11 @@ interface RecipeModule {
 }
 const NO_RECIPE: RecipeModule = { loaded: false, recipe: {}, hasAgent: false, hasPrompts: false };
 
-async function importRecipe(name: string, path: string, problems: string[]): Promise<RecipeModule> {
+async function importRecipe(name: string | null, path: string, problems: string[]): Promise<RecipeModule> {
+  if (name === null) {
+    problems.unshift('Missing the recipe: npx tsx molt/loop.ts RECIPE [--option value ...]');
+    return NO_RECIPE;
+  }
   const refuse = (why: string): RecipeModule => {
     problems.push(`Recipe ${name}: ${why}`);
     return NO_RECIPE;
@@ -652,18 +674,25 @@ async function importRecipe(name: string, path: string, problems: string[]): Pro
   const recipe = module.default;
   if (!isRecord(recipe)) return refuse('must have `export default defineRecipe({ ... })`');
   for (const key of Object.keys(recipe)) {
-    if (key !== 'options' && key !== 'prepare') problems.push(`Recipe ${name}: unknown field ${key}, allowed are options and prepare`);
+    if (key !== 'options' && key !== 'prepare')
+      problems.push(`Recipe ${name}: unknown field ${key}, allowed are options and prepare`);
   }
-  if (recipe.options !== undefined && !isRecord(recipe.options)) return refuse('options must be a record of dotted names');
+  if (recipe.options !== undefined && !isRecord(recipe.options))
+    return refuse('options must be a record of dotted names');
   if (recipe.prepare !== undefined && typeof recipe.prepare !== 'function') return refuse('prepare must be a function');
-  return { loaded: true, recipe: recipe as Recipe, hasAgent: module.agent !== undefined, hasPrompts: module.prompts !== undefined };
+  return {
+    loaded: true,
+    recipe: recipe as Recipe,
+    hasAgent: module.agent !== undefined,
+    hasPrompts: module.prompts !== undefined,
+  };
 }
 
-function readRecipeOptions(recipe: Recipe, set: Set1, unreadable: Set<string>, problems: string[]): void {
+function readRecipeOptions(recipe: Recipe, set: SetOption, unreadable: Set<string>, problems: string[]): void {
   for (const [name, value] of Object.entries(recipe.options ?? {})) {
     if (value === undefined) continue;
     if (!isOption(name)) {
-      problems.push(`${name} ${show(value)} (recipe): unknown option${suggestion(name)}`);
+      problems.push(`--${name} ${JSON.stringify(value)} (recipe): unknown option${suggestion(name)}`);
       continue;
     }
     const read = checkValue(value, OPTIONS[name]);
@@ -671,7 +700,7 @@ function readRecipeOptions(recipe: Recipe, set: Set1, unreadable: Set<string>, p
       set(name, read.value, 'recipe');
     } else {
       unreadable.add(name);
-      problems.push(`${name} ${show(value)} (recipe): ${read.problem}`);
+      problems.push(`--${name} ${JSON.stringify(value)} (recipe): ${read.problem}`);
     }
   }
 }
@@ -689,7 +718,9 @@ function fillDefaults(values: Record<string, unknown>, recipePath: string, modul
 // ---- Checks ----
 
 function checkValue(value: unknown, spec: Spec): Read {
-  return accepts(value, spec) ? { value, problem: null } : { problem: `must be ${allowed(spec)}${valueSuggestion(value, spec)}` };
+  return accepts(value, spec)
+    ? { value, problem: null }
+    : { problem: `must be ${allowed(spec)}${valueSuggestion(value, spec)}` };
 }
 
 function accepts(value: unknown, spec: Spec): boolean {
@@ -705,7 +736,11 @@ function accepts(value: unknown, spec: Spec): boolean {
     case 'float':
       return typeof value === 'number' && within(value, spec);
     case 'pair':
-      return Array.isArray(value) && value.length === 2 && value.every((item) => typeof item === 'number' && within(item, spec));
+      return (
+        Array.isArray(value) &&
+        value.length === 2 &&
+        value.every((item) => typeof item === 'number' && within(item, spec))
+      );
   }
 }
 
@@ -746,7 +781,11 @@ function rangeText(range: Range): string {
   return parts.length > 0 ? ` ${parts.join(' and ')}` : '';
 }
 
-function combinationProblems(options: Options, sources: Record<OptionName, Source>, unreadable: ReadonlySet<string>): string[] {
+function combinationProblems(
+  options: Options,
+  sources: Record<OptionName, Source>,
+  unreadable: ReadonlySet<string>,
+): string[] {
   const problems: string[] = [];
   for (const name of optionNames()) {
     const rule = effectOf(name);
@@ -779,7 +818,10 @@ function ruleText(rule: readonly Condition[]): string {
   return rule
     .map((condition) => {
       if (condition.is !== undefined) return `${condition.option} is ${condition.is.join(' or ')}`;
-      if (condition.not !== undefined) return condition.not[0] === '' ? `${condition.option} is set` : `${condition.option} is not ${condition.not.join(' or ')}`;
+      if (condition.not !== undefined)
+        return condition.not[0] === ''
+          ? `${condition.option} is set`
+          : `${condition.option} is not ${condition.not.join(' or ')}`;
       return `${condition.option} ends in ${condition.ends?.join(' or ')}`;
     })
     .join(', or ');
@@ -794,7 +836,9 @@ function given(name: OptionName, options: Options, sources: Record<OptionName, S
 function show(value: unknown): string {
   if (typeof value === 'string') return value === '' ? "''" : value;
   if (Array.isArray(value)) return value.map(show).join(' ');
-  return typeof value === 'number' || typeof value === 'boolean' ? String(value) : (JSON.stringify(value) ?? String(value));
+  return typeof value === 'number' || typeof value === 'boolean'
+    ? String(value)
+    : (JSON.stringify(value) ?? String(value));
 }
 
 function isRecord(value: unknown): value is Record<string, unknown> {
@@ -816,7 +860,8 @@ export function editDistance(a: string, b: string): number {
     for (let j = 1; j <= b.length; j++) {
       const same = a[i - 1] === b[j - 1] ? 0 : 1;
       let best = Math.min((last[j] as number) + 1, (row[j - 1] as number) + 1, (last[j - 1] as number) + same);
-      if (i > 1 && j > 1 && a[i - 1] === b[j - 2] && a[i - 2] === b[j - 1]) best = Math.min(best, (before[j - 2] as number) + 1);
+      if (i > 1 && j > 1 && a[i - 1] === b[j - 2] && a[i - 2] === b[j - 1])
+        best = Math.min(best, (before[j - 2] as number) + 1);
       row.push(best);
     }
     before = last;
@@ -913,7 +958,10 @@ function optionHelp(name: OptionName): string[] {
   const effect = rule === undefined ? '' : ` [when ${ruleText(rule)}]`;
   const head = `  --${name}`.padEnd(42);
   const kind = spec.type === 'choice' ? spec.choices.join(' | ') : allowed(spec);
-  return [`${head} ${kind} (default ${show(spec.default)})`, ...wrap(`${spec.help}${effect}`, HELP_WIDTH - 6).map((line) => `      ${line}`)];
+  return [
+    `${head} ${kind} (default ${show(spec.default)})`,
+    ...wrap(`${spec.help}${effect}`, HELP_WIDTH - 6).map((line) => `      ${line}`),
+  ];
 }
 
 function wrap(text: string, width: number): string[] {

@@ -134,19 +134,33 @@ export class PromptStream {
   }
 
   get position(): Position {
-    return { epoch: this.#epoch, index: this.#index, seed: this.#seed, shuffle: this.#shuffle, sha256: this.#set.sha256 };
+    return {
+      epoch: this.#epoch,
+      index: this.#index,
+      seed: this.#seed,
+      shuffle: this.#shuffle,
+      sha256: this.#set.sha256,
+    };
   }
 
   /** Continues where `position` was taken. Throws ConfigError when it was taken on other data, seed or order. */
   restore(position: Position): void {
     const now = this.position;
     const changes: string[] = [];
-    if (position.sha256 !== now.sha256) changes.push(`the prompts are not those of the checkpoint (sha256 ${position.sha256}, now ${now.sha256})`);
+    if (position.sha256 !== now.sha256)
+      changes.push(`the prompts are not those of the checkpoint (sha256 ${position.sha256}, now ${now.sha256})`);
     if (position.seed !== now.seed) changes.push(`--train.seed was ${position.seed}, is ${now.seed}`);
     if (position.shuffle !== now.shuffle) changes.push(`--data.shuffle was ${position.shuffle}, is ${now.shuffle}`);
-    if (changes.length > 0) throw new ConfigError(changes.map((change) => `Cannot resume ${this.#set.source}: ${change}`));
+    if (changes.length > 0)
+      throw new ConfigError(changes.map((change) => `Cannot resume ${this.#set.source}: ${change}`));
     const { epoch, index } = position;
-    if (!Number.isSafeInteger(epoch) || epoch < 0 || !Number.isSafeInteger(index) || index < 0 || index > this.#order.length) {
+    if (
+      !Number.isSafeInteger(epoch) ||
+      epoch < 0 ||
+      !Number.isSafeInteger(index) ||
+      index < 0 ||
+      index > this.#order.length
+    ) {
       throw new ConfigError([`Cannot resume ${this.#set.source}: no position at epoch ${epoch}, index ${index}`]);
     }
     this.#epoch = epoch;
@@ -156,7 +170,9 @@ export class PromptStream {
 
   #orderOf(epoch: number): Int32Array {
     const n = this.#set.items.length;
-    return this.#shuffle ? shuffled(n, `epoch ${epoch} seed ${this.#seed}`) : Int32Array.from({ length: n }, (_, i) => i);
+    return this.#shuffle
+      ? shuffled(n, `epoch ${epoch} seed ${this.#seed}`)
+      : Int32Array.from({ length: n }, (_, i) => i);
   }
 }
 
@@ -252,13 +268,21 @@ async function* moduleItems(options: DataOptions, problems: Problems): AsyncGene
   const module = (await import(pathToFileURL(resolve(options.path)).href)) as Record<string, unknown>;
   if (typeof module.prompts !== 'function') return problems.add('does not export a function `prompts`');
   const prompts = await (module.prompts as PromptsFunction)({ split: options.split, seed: options.seed });
+  if (
+    typeof prompts !== 'object' ||
+    prompts === null ||
+    !(Symbol.iterator in prompts || Symbol.asyncIterator in prompts)
+  ) {
+    return problems.add(`its \`prompts\` must give a list or another iterable, got ${kindOf(prompts)}`);
+  }
   let number = 0;
   for await (const record of prompts) {
     number += 1;
     if (number > MAX_PROMPTS) return problems.add(`gives more than ${MAX_PROMPTS} prompts; \`prompts\` must end`);
     const where = `prompt ${number}`;
-    for (const key of Object.keys(record ?? {})) {
-      if (!MODULE_FIELDS.has(key)) problems.add(`${where}: unknown field ${key}, allowed are ${[...MODULE_FIELDS].join(', ')}`);
+    for (const key of Object.keys(kindOf(record) === 'an object' ? record : {})) {
+      if (!MODULE_FIELDS.has(key))
+        problems.add(`${where}: unknown field ${key}, allowed are ${[...MODULE_FIELDS].join(', ')}`);
     }
     yield { where, record };
   }
@@ -266,21 +290,91 @@ async function* moduleItems(options: DataOptions, problems: Problems): AsyncGene
 
 // ---- Checking ----
 
-function readItem(record: unknown, where: string, index: number, options: DataOptions, problems: Problems): Item | null {
+function readItem(
+  record: unknown,
+  where: string,
+  index: number,
+  options: DataOptions,
+  problems: Problems,
+): Item | null {
   if (kindOf(record) !== 'an object') {
     problems.add(`${where}: must be an object, got ${kindOf(record)}`);
     return null;
   }
-  const isFile = /\.jsonl?$/.test(options.path);
   const columns = record as Record<string, unknown>;
-  const column = (key: string, option: string): unknown => {
-    if (isFile && !Object.hasOwn(columns, key)) {
-      problems.add(`${where}: no column ${key} (${option}); it has ${Object.keys(columns).join(', ') || 'none'}`);
-    }
-    return columns[key];
-  };
   const before = problems.count;
-  const input = column(isFile ? options.inputKey : 'input', '--data.input_key');
-  const label = (isFile ? options.labelKey && column(options.labelKey, '--data.label_key') : columns.label) || null;
-  return finish();
+  const isFile = /\.jsonl?$/.test(options.path);
+  const read = (option: 'input_key' | 'label_key' | 'tools_key', key: string, field: string): unknown => {
+    const name = isFile ? key : field;
+    if (isFile && name !== '' && !Object.hasOwn(columns, name)) {
+      problems.add(
+        `${where}: no column ${name} (--data.${option}); it has ${Object.keys(columns).join(', ') || 'none'}`,
+      );
+    }
+    return name !== '' && Object.hasOwn(columns, name) ? columns[name] : null;
+  };
+  const input = read('input_key', options.inputKey, 'input');
+  const label = read('label_key', options.labelKey, 'label') ?? null;
+  const tools = read('tools_key', options.toolsKey, 'tools') ?? null;
+  if (problems.count === before) {
+    if (!isInput(input))
+      problems.add(`${where}: input must be text or a list of chat messages, not empty, got ${kindOf(input)}`);
+    if (!isJson(label)) problems.add(`${where}: label must be plain JSON, got ${kindOf(label)}`);
+    if (!isTools(tools)) problems.add(`${where}: tools must be a list of JSON schemas, got ${kindOf(tools)}`);
+  }
+  return problems.count === before
+    ? { index, input: input as Json, label: label as Json, tools: tools as Json[] | null }
+    : null;
+}
+
+function isInput(value: unknown): boolean {
+  if (typeof value === 'string') return value.trim() !== '';
+  const isMessage = (item: unknown): boolean =>
+    kindOf(item) === 'an object' && typeof (item as { role?: unknown }).role === 'string';
+  return Array.isArray(value) && value.length > 0 && value.every(isMessage) && isJson(value);
+}
+
+function isTools(value: unknown): boolean {
+  return (
+    value === null || (Array.isArray(value) && value.every((tool) => kindOf(tool) === 'an object') && isJson(value))
+  );
+}
+
+/** Survives JSON unchanged: a file always does, what a module computes may not. */
+function isJson(value: unknown): boolean {
+  if (value === null || typeof value === 'string' || typeof value === 'boolean') return true;
+  if (typeof value === 'number') return Number.isFinite(value);
+  if (Array.isArray(value)) return value.every(isJson);
+  return kindOf(value) === 'an object' && Object.values(value as object).every(isJson);
+}
+
+function kindOf(value: unknown): string {
+  if (value === null) return 'null';
+  if (Array.isArray(value)) return 'a list';
+  if (typeof value === 'string') return 'text';
+  if (typeof value === 'object')
+    return Object.getPrototypeOf(value) === Object.prototype ? 'an object' : `a ${value.constructor?.name ?? 'class'}`;
+  return typeof value === 'number' && !Number.isFinite(value) ? String(value) : `a ${typeof value}`;
+}
+
+/** Collects what is wrong with a source, so that it is all said at once. */
+class Problems {
+  count = 0;
+  readonly #lines: string[] = [];
+  readonly #name: string;
+
+  constructor({ split, path }: DataOptions) {
+    this.#name = `--${split === 'train' ? 'data.prompt_dataset' : 'eval.dataset'} ${path}`;
+  }
+
+  add(problem: string): void {
+    this.count += 1;
+    if (this.#lines.length < SHOWN_PROBLEMS) this.#lines.push(`${this.#name}: ${problem}`);
+  }
+
+  throwIfAny(): void {
+    const more = this.count - this.#lines.length;
+    if (this.count > 0)
+      throw new ConfigError(more > 0 ? [...this.#lines, `${this.#name}: ${more} more problems`] : this.#lines);
+  }
 }

@@ -81,6 +81,10 @@ export class Dispatch {
     return this.#running.size;
   }
 
+  get restarts(): number {
+    return this.#restarts;
+  }
+
   /** Start a runner process. Resolves when its agent is loaded; rejects with the cause when it cannot. */
   async startRunner(index: number): Promise<void> {
     const worker = this.#launcher.start(this.#spec(index));

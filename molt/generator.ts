@@ -85,6 +85,7 @@ export class Generator {
   readonly #spec: (index: number) => WorkerSpec;
   readonly #hooks: GeneratorHooks;
   readonly #maxRestarts: number;
+  readonly #maxRequests: number; // of one engine; it refuses more
   readonly #engines = new Set<Engine>();
   readonly #affinity = new Map<string, number>(); // session -> engine index
   readonly #live = new Map<string, Live>(); // by rollout, attempt and turn
@@ -101,10 +102,17 @@ export class Generator {
   #busySince: number | null = null;
   #busyMs = 0;
 
-  constructor(args: { launcher: Launcher; spec: (index: number) => WorkerSpec; maxRestarts: number; hooks: GeneratorHooks }) {
+  constructor(args: {
+    launcher: Launcher;
+    spec: (index: number) => WorkerSpec;
+    maxRequests: number;
+    maxRestarts: number;
+    hooks: GeneratorHooks;
+  }) {
     this.#launcher = args.launcher;
     this.#spec = args.spec;
     this.#maxRestarts = args.maxRestarts;
+    this.#maxRequests = args.maxRequests;
     this.#hooks = args.hooks;
     this.failed = new Promise((_, reject) => {
       this.#reject = reject;
@@ -135,8 +143,7 @@ export class Generator {
     });
     lost.catch(() => {});
     await Promise.race([worker.peer.ready, lost]);
-    const { capabilities } = await worker.peer.hello;
-    const engine = new Engine(worker, index, (capabilities as { max_requests: number }).max_requests);
+    const engine = new Engine(worker, index, this.#maxRequests);
     worker.peer.on('tokens', (fields, frames) => this.#onTokens(engine, fields, frames));
     this.#engines.add(engine);
     void worker.peer.lost.then((reason) => this.#onLost(engine, reason)); // lost never rejects

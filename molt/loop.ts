@@ -19,24 +19,28 @@
  * the last checkpoint to resume from.
  */
 import { createHash } from 'node:crypto';
-import { existsSync, mkdirSync, readdirSync, readFileSync, renameSync, rmSync, writeFileSync } from 'node:fs';
+import { existsSync, mkdirSync, readdirSync, readFileSync, rmSync, writeFileSync } from 'node:fs';
 import { basename, join, resolve } from 'node:path';
 import { monitorEventLoopDelay } from 'node:perf_hooks';
+import { pathToFileURL } from 'node:url';
 import { loadAgent } from './agent.ts';
 import { Buffer, isTrainable } from './buffer.ts';
 import { Bus } from './bus.ts';
-import { newestCheckpoint, saveCheckpoint, writeSynced } from './checkpoint.ts';
+import { type Checkpoint, newestCheckpoint, saveCheckpoint, writeSynced } from './checkpoint.ts';
 import type { Config, Options } from './config.ts';
-import { ConfigError, changedOptions, configJson, formatConfig, HelpRequested, loadConfig } from './config.ts';
+import { ConfigError, changedOptions, configJson, formatConfig, HelpRequested, loadConfig, simulatedScript } from './config.ts';
+import { loadPrompts, PromptStream, promptsOf, sharedInputs } from './data.ts';
 import { Dispatch, type Job } from './dispatch.ts';
-import { credit } from './estimators.ts';
+import { credit, standardDeviation } from './estimators.ts';
 import { constantBest, type Evaluation, evaluate } from './evaluate.ts';
 import { Generator } from './generator.ts';
-import { Launcher, logTail, type Worker } from './launch.ts';
+import { Launcher, logTail, nodeCommand, pythonCommand, type Worker, type WorkerSpec } from './launch.ts';
 import { Ledger } from './ledger.ts';
+import { formatStep, MetricsWriter, Progress } from './metrics.ts';
+import { planBatch } from './packing.ts';
 import { Refit } from './refit.ts';
 import { learningRate, Trainer } from './trainer.ts';
-import type { Group, Prompt, Rollout, Sampling } from './types.ts';
+import type { Group, Json, Prompt, Rollout, Sampling } from './types.ts';
 
 /** Parity bounds (DESIGN, invariant 3.4): mean |dlogp| of a step or of the probes at the start. */
 const MISMATCH_BOUND = { float32: 1e-3, bfloat16: 0.1 } as const;
@@ -58,13 +62,23 @@ const EXIT_CODES = { SIGINT: 130, SIGTERM: 143 } as const;
 // ---- Entry ----
 
 export async function main(argv: readonly string[]): Promise<number> {
+  const say = (line: string) => console.log(line);
   let config: Config;
+  let prompts: Prompts;
+  let from: Checkpoint | null = null;
   let runDir: string;
   try {
     config = await loadConfig(argv);
+    say(formatConfig(config));
     await loadAgent(config.options['train.agent_path']).catch((error: Error) => {
       throw new ConfigError([`--train.agent_path: ${error.message}`]);
     });
+    await config.recipe.prepare?.(config.options, say);
+    prompts = await loadAllPrompts(config.options);
+    if (config.options['run.resume']) {
+      from = newestCheckpoint(config.options['run.dir']);
+      if (from) prompts.stream.restore(from.state.data);
+    }
     runDir = openRunDir(config);
   } catch (error) {
     if (error instanceof HelpRequested) {
@@ -75,11 +89,7 @@ export async function main(argv: readonly string[]): Promise<number> {
     for (const line of error.lines) console.error(line);
     return 2;
   }
-  const say = (line: string) => console.log(line);
   say(`Run directory ${runDir}`);
-  say(formatConfig(config));
-  await config.recipe.prepare?.(config.options, say);
-
   const stopper: Stopper = { signal: null, onFirst: () => {} };
   const bus = await Bus.listen();
   const launcher = new Launcher({
@@ -91,7 +101,7 @@ export async function main(argv: readonly string[]): Promise<number> {
   const ledger = new Ledger(runDir);
   listenForSignals(stopper, launcher, runDir);
   try {
-    await train({ config, runDir, bus, launcher, ledger, stopper, say });
+    await train({ config, prompts, from, runDir, bus, launcher, ledger, stopper, say });
     return stopper.signal ? EXIT_CODES[stopper.signal] : 0;
   } catch (error) {
     if (stopper.signal && error instanceof Stopped) return EXIT_CODES[stopper.signal];
@@ -172,6 +182,29 @@ function isAlive(pid: number): boolean {
   }
 }
 
+// ---- Prompts ----
+
+interface Prompts {
+  readonly stream: PromptStream;
+  readonly heldOut: readonly Prompt[]; // empty = no evaluation
+  readonly example: Prompt; // for probes
+}
+
+/** Everything is read and checked before any process starts. Throws ConfigError. */
+async function loadAllPrompts(options: Options): Promise<Prompts> {
+  const seed = options['train.seed'];
+  const shared = { seed, inputKey: options['data.input_key'], labelKey: options['data.label_key'], toolsKey: options['data.tools_key'] };
+  const shuffle = options['data.shuffle'];
+  const training = await loadPrompts({ ...shared, path: options['data.prompt_dataset'], split: 'train', maxSamples: options['data.max_samples'], shuffle });
+  const stream = new PromptStream(training, { seed, shuffle });
+  const example = promptsOf(training)[0] as Prompt; // loadPrompts refuses empty sources
+  if (options['eval.dataset'] === '') return { stream, heldOut: [], example };
+  const heldOut = await loadPrompts({ ...shared, path: options['eval.dataset'], split: 'heldout', maxSamples: options['eval.max_samples'], shuffle: true });
+  const overlap = sharedInputs(heldOut, training);
+  if (overlap > 0) console.warn(`Warning: ${overlap} of ${heldOut.items.length} held-out prompts are also trained on`);
+  return { stream, heldOut: promptsOf(heldOut), example };
+}
+
 // ---- Workers ----
 
 /** What each process is started with. One place, so that a restart is the same as a start. */
@@ -233,6 +266,8 @@ function workerSpecs(options: Options, runDir: string) {
 
 async function train(args: {
   config: Config;
+  prompts: Prompts;
+  from: Checkpoint | null;
   runDir: string;
   bus: Bus;
   launcher: Launcher;
@@ -240,13 +275,16 @@ async function train(args: {
   stopper: Stopper;
   say: (line: string) => void;
 }): Promise<void> {
-  const { config, runDir, launcher, ledger, stopper, say } = args;
-  const { options } = config;
+  const { runDir, from, bus, launcher, ledger, stopper, say } = args;
+  const { options } = args.config;
+  const { stream, heldOut, example } = args.prompts;
   const numSteps = options['train.num_steps'];
   const batchSize = options['train.batch_size'];
   const groupSize = options['rollout.n_samples_per_prompt'];
   const seed = options['train.seed'];
+  const progress = new Progress();
   const event = (name: string, detail: Record<string, string | number>) => {
+    progress.clear();
     ledger.record({ kind: 'event', name, detail });
     say(`${name}: ${Object.entries(detail).map(([k, v]) => `${k} ${v}`).join(', ')}`);
   };
@@ -254,10 +292,6 @@ async function train(args: {
     launcher.killAllNow();
     process.exit(EXIT_CODES[stopper.signal ?? 'SIGINT']); // nothing was trained yet
   };
-
-  // Prompts
-  const stream = await PromptStream.open(options);
-  const heldOut = options['eval.dataset'] ? await loadHeldOut(options) : [];
 
   // Workers, all started at once
   const startedAt = performance.now();
@@ -280,6 +314,7 @@ async function train(args: {
   const generator = new Generator({
     launcher,
     spec: specs.engine,
+    maxRequests: options['engine.max_requests'],
     maxRestarts: options['engine.max_restarts'],
     hooks: { join: (engine) => refit.join(engine), event },
   });
@@ -331,16 +366,14 @@ async function train(args: {
   // Where to begin
   let step = 0;
   let dispatched = 0;
-  const from = options['run.resume'] ? newestCheckpoint(runDir) : null;
   if (options['run.resume']) {
     for (const line of from?.skipped ?? []) say(`Skipped an incomplete checkpoint: ${line}`);
     if (!from) say('No complete checkpoint: beginning again');
   }
   const metrics = new MetricsWriter(runDir, from?.state.step ?? 0);
-  ledger.record({ kind: 'meta', options: { ...options }, dataHash: stream.hash, resumedAt: from?.state.step ?? 0 });
-  refit.probes = await probeRows(tokenizer, stream, vocab_size, options['data.max_len']);
+  ledger.record({ kind: 'meta', options: { ...options }, dataHash: stream.position.sha256, resumedAt: from?.state.step ?? 0 });
+  refit.probes = await probeRows(tokenizer, example, vocab_size, options['data.max_len']);
   if (from) {
-    stream.restore(from.state.data);
     await orFatal(trainer.restore(join(from.path, 'trainer')));
     ({ step, dispatched } = from.state);
     await orFatal(refit.resumeAt(from.state.version));
@@ -367,7 +400,6 @@ async function train(args: {
   const failures = new FailureWindow(options['rollout.max_failure_rate']);
   const drops = new Map<string, number>();
   let wake: () => void = () => {};
-  const progress = new Progress();
 
   /** Admit prompts while there is capacity. Every rollout that ends is booked and wakes the loop. */
   const admit = () => {
@@ -438,6 +470,7 @@ async function train(args: {
   };
   const evaluateNow = async (withGreedy: boolean): Promise<void> => {
     if (heldOut.length === 0) return;
+    const begun = performance.now();
     const sampled = await evaluation(options['eval.temperature'], 'sampled');
     const greedy = withGreedy && options['eval.greedy'] ? await evaluation(0, 'greedy') : null;
     if (stopper.signal) return; // cut short, so the numbers mean nothing
@@ -450,6 +483,7 @@ async function train(args: {
       eval_num_prompts: sampled.prompts,
       eval_unjudged: sampled.unjudged,
       eval_constant_best: constant,
+      time_eval_s: (performance.now() - begun) / 1000,
       ...(greedy && { eval_greedy_reward_mean: greedy.rewardMean }),
     });
     ledger.record({ kind: 'eval', step, version: refit.version, reward: sampled.rewardMean });
@@ -543,7 +577,9 @@ async function train(args: {
       ...(times.verified !== null && { refit_verified_max: times.verified }),
       time_step_s: (performance.now() - begun) / 1000,
       loop_lag_ms_max: Math.max(0, lag.max / 1e6 - 10),
-      restarts: generator.restarts,
+      restarts: generator.restarts + dispatch.restarts,
+      retries: bus.counters.retries ?? 0,
+      dummy_micro_batches: plan.numDummies,
       ...Object.fromEntries([...drops].map(([reason, count]) => [`dropped_${reason}`, count])),
     };
     lag.reset();
@@ -595,7 +631,17 @@ function batchMetrics(groups: readonly Group[], version: number): Record<string,
     response_tokens_mean: responseTokens / n,
     truncated_ratio: rollouts.filter((r) => r.truncated).length / n,
     staleness_max: version - oldest,
+    ...infoMeans(rollouts),
   };
+}
+
+/** Numbers of the environment: the mean over the rollouts that gave one. */
+function infoMeans(rollouts: readonly Rollout[]): Record<string, number> {
+  const values = new Map<string, number[]>();
+  for (const { info } of rollouts) {
+    for (const [key, value] of Object.entries(info)) values.set(key, [...(values.get(key) ?? []), value]);
+  }
+  return Object.fromEntries([...values].map(([key, list]) => [`info_${key}`, sum(list) / list.length]));
 }
 
 /** The trainer's sums over the trained tokens become means here, once. */
@@ -686,8 +732,8 @@ async function checkParity(refit: Refit, bounds: keyof typeof MISMATCH_BOUND, st
 // ---- Small things ----
 
 /** Rows for parity: a real prompt where the template takes it, and ids that visit the whole vocabulary. */
-async function probeRows(tokenizer: Worker, stream: PromptStream, vocabSize: number, maxLen: number): Promise<Int32Array[]> {
-  const { input } = stream.peek();
+async function probeRows(tokenizer: Worker, prompt: Prompt, vocabSize: number, maxLen: number): Promise<Int32Array[]> {
+  const { input } = prompt;
   const messages = typeof input === 'string' ? [{ role: 'user', content: input }] : input;
   const { frames } = await tokenizer.peer.request('render', {
     items: [{ messages, tools: null, template_kwargs: {}, add_generation_prompt: true }],

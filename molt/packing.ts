@@ -51,7 +51,11 @@ export function planBatch(lengths: readonly number[], options: PackingOptions): 
 }
 
 /** Numbers the rows in the order they are run and fills up with dummies. */
-function rankPlan(batches: readonly (readonly number[])[], numMicroBatches: number, lengths: readonly number[]): RankPlan {
+function rankPlan(
+  batches: readonly (readonly number[])[],
+  numMicroBatches: number,
+  lengths: readonly number[],
+): RankPlan {
   const samples = batches.flat();
   let row = 0;
   const numbered: number[][] = batches.map((batch) => batch.map(() => row++));
@@ -67,7 +71,7 @@ function microBatches(share: readonly number[], lengths: readonly number[], opti
   const batches = options.packed
     ? packedBatches(longestFirst, lengths, options.maxTokens)
     : paddedBatches(longestFirst, lengths, options.maxTokens);
-  return heaviestFirst(batches, lengths);
+  return heaviestFirst(batches, lengths, options.packed);
 }
 
 /** Padded rows cost count x longest, so neighbours in length belong together: consecutive runs, longest first. */
@@ -93,7 +97,7 @@ function packedBatches(longestFirst: readonly number[], lengths: readonly number
   const bins = firstFit(longestFirst, lengths, maxTokens);
   const sizes = longestFirst.map((index) => lengths[index] as number);
   const balanced = partition(sizes, bins.length).map((part) => part.map((i) => longestFirst[i] as number));
-  return balanced.every((batch) => fits(batch, lengths, maxTokens)) ? balanced : bins;
+  return balanced.every((batch) => batch.length === 1 || cost(batch, lengths, true) <= maxTokens) ? balanced : bins;
 }
 
 function firstFit(longestFirst: readonly number[], lengths: readonly number[], maxTokens: number): number[][] {
@@ -111,14 +115,16 @@ function firstFit(longestFirst: readonly number[], lengths: readonly number[], m
   return bins.map(({ indices }) => indices);
 }
 
-function fits(batch: readonly number[], lengths: readonly number[], maxTokens: number): boolean {
-  return batch.length === 1 || total(batch.map((index) => lengths[index] as number)) <= maxTokens;
-}
-
-function heaviestFirst(batches: readonly number[][], lengths: readonly number[]): number[][] {
-  const weighed = batches.map((batch) => ({ batch, tokens: total(batch.map((index) => lengths[index] as number)) }));
+function heaviestFirst(batches: readonly number[][], lengths: readonly number[], packed: boolean): number[][] {
+  const weighed = batches.map((batch) => ({ batch, tokens: cost(batch, lengths, packed) }));
   weighed.sort((a, b) => b.tokens - a.tokens || (a.batch[0] as number) - (b.batch[0] as number));
   return weighed.map(({ batch }) => batch);
+}
+
+/** Tokens one micro-batch puts through the model, padding included. */
+function cost(batch: readonly number[], lengths: readonly number[], packed: boolean): number {
+  const sizes = batch.map((index) => lengths[index] as number);
+  return packed ? total(sizes) : sizes.length * Math.max(...sizes);
 }
 
 function chunks(indices: readonly number[], size: number): number[][] {
@@ -151,7 +157,9 @@ type State = readonly Part[];
  */
 export function partition(lengths: readonly number[], k: number, equalCounts = false): number[][] {
   invariant(!equalCounts || lengths.length % k === 0, `${lengths.length} items in ${k} equal parts`);
-  const ascending = lengths.map((_, index) => index).sort((a, b) => (lengths[a] as number) - (lengths[b] as number) || a - b);
+  const ascending = lengths
+    .map((_, index) => index)
+    .sort((a, b) => (lengths[a] as number) - (lengths[b] as number) || a - b);
   const larger = (a: Part, b: Part): number => compareParts(b, a, lengths);
   const states: State[] = chunks(ascending, equalCounts ? k : 1).map((group) =>
     group.map((index) => ({ sum: lengths[index] as number, items: [index] })).sort(larger),

@@ -1,53 +1,54 @@
 /**
- * Every message of molt, once (twin: workers/protocol.py, same paragraph, same table; a test compares the two).
+ * Every message of molt, once (twin: workers/protocol.py; a test compares this text and the table).
  *
  * One controller ROUTER, one DEALER per worker. A message is a msgpack header map, then zero or more raw
- * little-endian tensor frames. The header is {v, kind, seq, id | re, deadline_ms?, frames: [{name, dtype, shape}],
- * ...fields}. `seq` counts from 0 per direction and process. A request carries `id` and gets exactly one reply,
- * `ok` or `error`, that carries it back as `re`; a message with neither is an event. Nothing is pickled. Fields and
- * frames are exactly those of the table: a missing, extra or mistyped one is an error that names it. Integers stay
- * within 2^53; floats are finite and are coerced on receipt, since 1.0 travels as the integer 1; null means absent
- * and is legal only where the type ends in `?`. NaN and infinity travel only inside frames. A message is at most 64 MiB.
+ * little-endian tensor frames. The header is {v, kind, seq, id | re, deadline_ms?, frames: [{name, dtype,
+ * shape}], ...fields}. `seq` counts from 0 per direction and process. A request carries `id` and gets exactly
+ * one reply, `ok` or `error`, that carries it back as `re`; a message with neither is an event. Nothing is
+ * pickled. Fields and frames are exactly those of the table: a missing, extra or mistyped one is an error
+ * that names it. Integers stay within 2^53 (JavaScript sends those from 2^32 on as whole floats); floats are
+ * finite and are coerced on receipt, since 1.0 travels as the integer 1; null means absent and is legal only
+ * where the type ends in `?`. NaN and infinity travel only inside frames. A message is at most 64 MiB.
  *
  * Types: str int float bool json, `?` = may be null; {name: type} = record; {"*": type} = map; [type] = list.
  * Frames: the dtype of a one-dimensional tensor, `?` = may be left out. C controller, W any worker, E engine,
  * T trainer rank, K tokenizer, R runner.
  *
- *   message         from -> to   reply                          when
- *   hello           W -> C       none (welcome or refused)      first message of a process
- *   welcome         C -> W       none (ready)                   the worker is who it says it is; carries its options
- *   refused         C -> W       none                           protocol versions or secrets differ
- *   ready           W -> C       none                           model loaded, requests may come
- *   heartbeat       W -> C       none                           every heartbeat_ms from welcome on, with statistics
- *   ping            C -> W       {}                             answered by the I/O thread at any time
- *   stacks          C -> W       {text}                         all thread stacks; answered by the I/O thread
- *   stats           C -> W       {stats}                        what the work thread last published
- *   cancel          C -> W       {}                             ends the request with that id, as `cancelled`
- *   stop            C -> W       {}                             finish what runs, then exit 0
- *   generate        C -> E       {handle}                       sample a turn; the tokens come as `tokens`
- *   tokens          E -> C       none                           at most one per engine step, one policy version each
- *   abort           C -> E       {}                             ends handles with reason abort
- *   pause           C -> E       totals per live handle         its reply is the last message of the old version
- *   load_weights    C -> E       {loaded, ...}                  only while paused; all or nothing
- *   resume          C -> E       {}                             go on under the loaded version
- *   score           C -> E       logprobs                       temperature-1 logprobs of given ids
- *   rows            C -> T       {}                             part of a step's rows, kept until `run`
- *   run             C -> T       {sums, maxima}                 one optimizer step over the rows
- *   logprobs        C -> T       logprobs                       forward only
- *   push_weights    C -> T       {tensors}                      write hub-named tensors where engines read them
- *   save            C -> T       {}                             every rank writes its share of a checkpoint
- *   restore         C -> T       {}                             the other way round
- *   export          C -> T       {}                             a Hugging Face directory
- *   render          C,R -> K     ids per item                   whole conversation by the chat template
- *   suffix          C,R -> K     ids per item                   what follows a sampled turn
- *   encode          C,R -> K     ids per item                   text, no special tokens added
- *   decode          C,R -> K     {texts}                        ids to text
- *   parse           C,R -> K     {items}                        a sampled turn into content, reasoning, tool calls
- *   start           C -> R       {}                             begin a rollout
- *   turn            R -> C       tokens of the turn             sample for a rollout; answered when the turn ended
- *   abort_turn      R -> C       none                           the rollout no longer wants its running turn
- *   cancel_rollout  C -> R       none                           end a rollout with this reason
- *   rollout_done    R -> C       {}                             the whole rollout; sent again until answered
+ *   message         from -> to  reply                      when
+ *   hello           W -> C      none (welcome or refused)  first message of a process
+ *   welcome         C -> W      none (ready)               the worker is who it says it is; carries its options
+ *   refused         C -> W      none                       protocol versions or secrets differ
+ *   ready           W -> C      none                       model loaded, requests may come
+ *   heartbeat       W -> C      none                       every heartbeat_ms from welcome on, with statistics
+ *   ping            C -> W      {}                         answered by the I/O thread at any time
+ *   stacks          C -> W      {text}                     all thread stacks; answered by the I/O thread
+ *   stats           C -> W      {stats}                    what the work thread last published
+ *   cancel          C -> W      {}                         ends the request with that id, as `cancelled`
+ *   stop            C -> W      {}                         finish what runs, then exit 0
+ *   generate        C -> E      {handle}                   sample a turn; the tokens come as `tokens`
+ *   tokens          E -> C      none                       at most one per engine step, one policy version each
+ *   abort           C -> E      {}                         ends handles with reason abort
+ *   pause           C -> E      totals per live handle     its reply is the last message of the old version
+ *   load_weights    C -> E      {loaded, ...}              only while paused; all or nothing
+ *   resume          C -> E      {}                         go on under the loaded version
+ *   score           C -> E      logprobs                   temperature-1 logprobs of given ids
+ *   rows            C -> T      {}                         part of a step's rows, kept until `run`
+ *   run             C -> T      {sums, maxima}             one optimizer step over the rows
+ *   logprobs        C -> T      logprobs                   forward only
+ *   push_weights    C -> T      {tensors}                  write hub-named tensors where engines read them
+ *   save            C -> T      {}                         every rank writes its share of a checkpoint
+ *   restore         C -> T      {}                         the other way round
+ *   export          C -> T      {}                         a Hugging Face directory
+ *   render          C,R -> K    ids per item               whole conversation by the chat template
+ *   suffix          C,R -> K    ids per item               what follows a sampled turn
+ *   encode          C,R -> K    ids per item               text, no special tokens added
+ *   decode          C,R -> K    {texts}                    ids to text
+ *   parse           C,R -> K    {items}                    a sampled turn into content, reasoning, tool calls
+ *   start           C -> R      {}                         begin a rollout
+ *   turn            R -> C      tokens of the turn         sample for a rollout; answered when the turn ended
+ *   abort_turn      R -> C      none                       the rollout no longer wants its running turn
+ *   cancel_rollout  C -> R      none                       end a rollout with this reason
+ *   rollout_done    R -> C      {}                         the whole rollout; sent again until answered
  */
 import { Packr } from 'msgpackr';
 import type { Json } from './types.ts';
@@ -88,7 +89,14 @@ type ArrayOf<D> = D extends 'u8'
           : D extends 'f64'
             ? Float64Array
             : Uint16Array;
-export type FrameArray = Uint8Array | Int16Array | Int32Array | BigInt64Array | Float32Array | Float64Array | Uint16Array;
+export type FrameArray =
+  | Uint8Array
+  | Int16Array
+  | Int32Array
+  | BigInt64Array
+  | Float32Array
+  | Float64Array
+  | Uint16Array;
 type FramesOf<F> = { readonly [K in keyof F as F[K] extends `${string}?` ? never : K]: ArrayOf<F[K]> } & {
   readonly [K in keyof F as F[K] extends `${string}?` ? K : never]?: F[K] extends `${infer D}?` ? ArrayOf<D> : never;
 };
@@ -117,9 +125,7 @@ const SAMPLING = {
   stop_token_ids: ['int'],
 } as const;
 const SPAN = { version: 'int', from: 'int', to: 'int' } as const; // offsets into the turn's sampled ids
-const TENSORS = [
-  { name: 'str', dtype: 'str', shape: ['int'], offset: 'int', bytes: 'int', crc32: 'int' },
-] as const;
+const TENSORS = [{ name: 'str', dtype: 'str', shape: ['int'], offset: 'int', bytes: 'int', crc32: 'int' }] as const;
 const ITEM_IDS = { fields: { errors: ['str?'] }, frames: { ids: 'i32', lengths: 'i32' } } as const; // errors[i] null = fine
 
 export const MESSAGES = {
@@ -148,7 +154,14 @@ export const MESSAGES = {
   },
   ping: { from: 'C', to: 'W', fields: {}, frames: {}, reply: NONE, io: true },
   stacks: { from: 'C', to: 'W', fields: {}, frames: {}, reply: { fields: { text: 'str' }, frames: {} }, io: true },
-  stats: { from: 'C', to: 'W', fields: {}, frames: {}, reply: { fields: { stats: { '*': 'float' } }, frames: {} }, io: true },
+  stats: {
+    from: 'C',
+    to: 'W',
+    fields: {},
+    frames: {},
+    reply: { fields: { stats: { '*': 'float' } }, frames: {} },
+    io: true,
+  },
   cancel: { from: 'C', to: 'W', fields: { request: 'int' }, frames: {}, reply: NONE, io: true },
   stop: { from: 'C', to: 'W', fields: {}, frames: {}, reply: NONE, io: true },
 
@@ -366,7 +379,9 @@ export const MESSAGES = {
 export type Kind = keyof typeof MESSAGES;
 export type Fields<K extends Kind> = Value<(typeof MESSAGES)[K]['fields']>;
 export type Frames<K extends Kind> = FramesOf<(typeof MESSAGES)[K]['frames']>;
-type ReplyPart<K extends Kind> = (typeof MESSAGES)[K] extends { readonly reply: infer R extends Part } ? R : typeof NONE;
+type ReplyPart<K extends Kind> = (typeof MESSAGES)[K] extends { readonly reply: infer R extends Part }
+  ? R
+  : typeof NONE;
 export type ReplyFields<K extends Kind> = Value<ReplyPart<K>['fields']>;
 export type ReplyFrames<K extends Kind> = FramesOf<ReplyPart<K>['frames']>;
 /** Kinds that have a reply. */
@@ -374,7 +389,16 @@ export type RequestKind = { [K in Kind]: (typeof MESSAGES)[K] extends { readonly
 export type EventKind = Exclude<Kind, RequestKind>;
 
 /** Types of an `error` reply. Only `failed` of pure kinds and `overloaded` are tried again, and only by bus.ts. */
-export const ERROR_TYPES = ['bad_request', 'unsupported', 'cancelled', 'deadline', 'overloaded', 'failed', 'fatal', 'lost'] as const;
+export const ERROR_TYPES = [
+  'bad_request',
+  'unsupported',
+  'cancelled',
+  'deadline',
+  'overloaded',
+  'failed',
+  'fatal',
+  'lost',
+] as const;
 export type ErrorType = (typeof ERROR_TYPES)[number];
 const ERROR_PART = {
   fields: { type: 'str', message: 'str', field: 'str?', traceback: 'str?', retry_after_ms: 'int?' },
@@ -397,7 +421,11 @@ export class RemoteError extends Error {
   readonly field: string | null;
   readonly traceback: string | null;
   readonly retryAfterMs: number | null;
-  constructor(type: ErrorType, message: string, more: { field?: string | null; traceback?: string | null; retryAfterMs?: number | null } = {}) {
+  constructor(
+    type: ErrorType,
+    message: string,
+    more: { field?: string | null; traceback?: string | null; retryAfterMs?: number | null } = {},
+  ) {
     super(message);
     this.name = 'RemoteError';
     this.type = type;
@@ -450,7 +478,8 @@ function partOf(kind: Kind | 'ok' | 'error', answers: Kind | null): Part {
   if (kind === 'error') return ERROR_PART;
   if (kind === 'ok') {
     const entry: Entry | undefined = answers ? MESSAGES[answers] : undefined;
-    if (!entry?.reply) throw new ProtocolError(`Cannot use an ok reply to ${answers ?? 'an unknown request'}: that kind has no reply`);
+    if (!entry?.reply)
+      throw new ProtocolError(`Cannot use an ok reply to ${answers ?? 'an unknown request'}: that kind has no reply`);
     return entry.reply;
   }
   const entry: Entry | undefined = Object.hasOwn(MESSAGES, kind) ? MESSAGES[kind] : undefined;
@@ -489,7 +518,8 @@ export function encode(message: Outgoing, answers: Kind | null = null): Buffer[]
   Object.assign(header, message.fields);
   const all = [Buffer.from(packr.pack(header)), ...parts];
   const bytes = all.reduce((sum, b) => sum + b.length, 0);
-  if (bytes > MAX_MESSAGE_BYTES) throw new ProtocolError(`Cannot send ${name}: ${bytes} bytes, at most ${MAX_MESSAGE_BYTES}`);
+  if (bytes > MAX_MESSAGE_BYTES)
+    throw new ProtocolError(`Cannot send ${name}: ${bytes} bytes, at most ${MAX_MESSAGE_BYTES}`);
   return all;
 }
 
@@ -545,10 +575,7 @@ export function decodeBody(opened: Opened, answers: Kind | null = null): Decoded
 }
 
 /** A checked message. `requestKind` tells which request an id belongs to, for `ok` replies. Throws ProtocolError. */
-export function decode(
-  parts: readonly Uint8Array[],
-  requestKind: (re: number) => Kind | null = () => null,
-): Decoded {
+export function decode(parts: readonly Uint8Array[], requestKind: (re: number) => Kind | null = () => null): Decoded {
   const opened = openMessage(parts);
   return decodeBody(opened, opened.kind === 'ok' && opened.re !== null ? requestKind(opened.re) : null);
 }
@@ -625,7 +652,12 @@ function refuseForeignIn(view: DataView, start: number, entries: number, isMap: 
   return at;
 }
 
-function decodeFrames(table: unknown, parts: readonly Uint8Array[], part: Part, name: string): Record<string, FrameArray> {
+function decodeFrames(
+  table: unknown,
+  parts: readonly Uint8Array[],
+  part: Part,
+  name: string,
+): Record<string, FrameArray> {
   if (!Array.isArray(table)) throw new ProtocolError(`${name}.frames must be a list`, 'frames');
   if (table.length !== parts.length) {
     throw new ProtocolError(`${name} names ${table.length} frames but carries ${parts.length}`, 'frames');
@@ -636,9 +668,11 @@ function decodeFrames(table: unknown, parts: readonly Uint8Array[], part: Part, 
     const frame = entry as { name?: unknown; dtype?: unknown; shape?: unknown };
     const key = String(frame.name);
     const spec = Object.hasOwn(part.frames, key) ? part.frames[key] : undefined;
-    if (!spec || Object.hasOwn(out, key)) throw new ProtocolError(`${spec ? 'Repeated' : 'Unknown'} frame ${name}.${key}`, key);
+    if (!spec || Object.hasOwn(out, key))
+      throw new ProtocolError(`${spec ? 'Repeated' : 'Unknown'} frame ${name}.${key}`, key);
     const dtype = spec.replace('?', '') as Dtype;
-    if (frame.dtype !== dtype) throw new ProtocolError(`Frame ${name}.${key} must be ${dtype}, got ${String(frame.dtype)}`, key);
+    if (frame.dtype !== dtype)
+      throw new ProtocolError(`Frame ${name}.${key} must be ${dtype}, got ${String(frame.dtype)}`, key);
     const shape = frame.shape;
     if (!Array.isArray(shape) || shape.length !== 1 || !Number.isSafeInteger(shape[0]) || shape[0] < 0) {
       throw new ProtocolError(`Frame ${name}.${key} must have one dimension, got shape ${JSON.stringify(shape)}`, key);
@@ -674,7 +708,8 @@ function check(value: unknown, spec: Spec, path: string): void {
   const record = spec as { readonly [key: string]: Spec };
   const any = record['*'];
   for (const key of Object.keys(value)) {
-    if (any === undefined && !Object.hasOwn(record, key)) throw new ProtocolError(`Unknown field ${path}.${key}`, `${path}.${key}`);
+    if (any === undefined && !Object.hasOwn(record, key))
+      throw new ProtocolError(`Unknown field ${path}.${key}`, `${path}.${key}`);
     if (any !== undefined) check(value[key], any, `${path}.${key}`);
   }
   if (any !== undefined) return;
@@ -706,7 +741,8 @@ function checkScalar(value: unknown, spec: string, path: string): void {
 
 function checkJson(value: unknown, path: string): void {
   if (value === null || typeof value === 'string' || typeof value === 'boolean') return;
-  if (typeof value === 'number' && Number.isFinite(value) && (!Number.isInteger(value) || Number.isSafeInteger(value))) return;
+  if (typeof value === 'number' && Number.isFinite(value) && (!Number.isInteger(value) || Number.isSafeInteger(value)))
+    return;
   if (Array.isArray(value)) {
     for (const [i, item] of value.entries()) checkJson(item, `${path}[${i}]`);
     return;

@@ -14,6 +14,7 @@ import os
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import torch
+import torch.distributed as dist
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     LlamaConfig,
@@ -107,3 +108,10 @@ def make_model(kind: str, directory: str | os.PathLike, seed: int = 0) -> str:
     model.save_pretrained(directory)
     make_tokenizer().save_pretrained(directory)
     return str(directory)
+
+
+def join_group_of_one() -> None:
+    """This process as a world of one rank, once: what model.build needs."""
+    if not dist.is_initialized():
+        torch.set_num_threads(1)
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)

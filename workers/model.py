@@ -17,8 +17,9 @@ Invariants
 
 Two layouts of a micro-batch: packed = all rows in one line (1, T), positions restart at 0; padded = (rows, longest),
 padding on the right, where a causal model needs no mask. transformers' own packing on `sdpa` builds a T x T mask,
-1.6 to 2.2 times slower than either of ours on a CPU at 8 to 16 rows of 75 tokens: so `sdpa` here means
-`rows_attention`, which gathers the queries and keys of a packed line into padded rows for the attention alone.
+1.6 to 2.2 times slower on a CPU at 8 to 16 rows of 75 tokens than the padded layout: so `sdpa` here means
+`rows_attention`, which lifts the queries and keys of a packed line into padded rows for the attention alone. That is
+as fast as padding, and rows of different lengths cost what they hold.
 Callers: trainer.py, checkpoint.py (through the model). Elsewhere called actor, policy worker.
 """
 
@@ -30,17 +31,17 @@ import types
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 import transformers
-import transformers.distributed.mixin as mixin
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
-from transformers.distributed import DistributedConfig
+from transformers.distributed import mixin
+from transformers.distributed.configuration_utils import DistributedConfig
 from transformers.distributed.utils import TransformersDeviceMesh
 
 # Families whose attention is plain causal softmax, which is all that rows_attention computes.
@@ -89,7 +90,7 @@ def build(model_path: str, settings: ModelSettings):
     check_family(config)
     wrap_ours = partial(wrap, param_dtype=PARAM_DTYPES[settings.param_dtype])
     with hooked(wrap_ours):
-        model, report = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
             model_path,
             config=config,
             dtype=torch.float32,
@@ -97,6 +98,7 @@ def build(model_path: str, settings: ModelSettings):
             distributed_config=DistributedConfig(fsdp_size=settings.world_size),
             output_loading_info=True,
         )
+    model, report = loaded
     check_loaded(model_path, report)
     if not getattr(model, "_is_fsdp_managed_module", False):
         # One rank: transformers makes no mesh and calls no hook.
@@ -168,10 +170,10 @@ def wrap(model, mesh_manager, *, param_dtype: torch.dtype):
 
 
 class RowIndex(NamedTuple):
-    """Where the tokens of a packed line lie in padded rows, and back."""
+    """Where the tokens of a packed line lie in padded rows, and back. Rows are in buckets of similar length."""
 
-    take: torch.Tensor  # (rows, longest) positions in the line; padding repeats the row's last token
-    put: torch.Tensor  # (T,) positions in the flattened padded rows
+    takes: tuple[torch.Tensor, ...]  # per bucket (rows, longest): positions in the line; padding repeats the last token
+    put: torch.Tensor  # (T,) positions in the buckets' padded rows, flattened one after the other
 
 
 @dataclass(frozen=True)
@@ -196,31 +198,48 @@ def make_batch(rows: Sequence[torch.Tensor], wanted: Sequence[torch.Tensor], pac
         raise ValueError("The first token of a row has no logprob")
     line, asked = torch.cat(list(rows)).long(), torch.cat(list(wanted)).bool()
     lengths = torch.tensor([len(row) for row in rows])
-    index = row_index(lengths)
     at = asked.nonzero().squeeze(1)  # positions in the line
-    positions = torch.cat([torch.arange(len(row)) for row in rows])
     if packed:
-        batch = Batch(line[None], positions[None], index, at - 1, line[at])
+        positions = torch.cat([torch.arange(len(row)) for row in rows])
+        batch = Batch(line[None], positions[None], bucket_rows(lengths), at - 1, line[at])
     else:
-        padded_positions = torch.arange(int(lengths.max())).expand(len(rows), -1)
-        batch = Batch(line[index.take], padded_positions, None, index.put[at] - 1, line[at])
+        take, real = pad_rows(lengths.cumsum(0) - lengths, lengths)
+        put = real.flatten().nonzero().squeeze(1)
+        positions = torch.arange(take.shape[1]).expand(take.shape)
+        batch = Batch(line[take], positions, None, put[at] - 1, line[at])
     return batch if device == "cpu" else to_device(batch, device)
 
 
-def row_index(lengths: torch.Tensor) -> RowIndex:
-    longest = int(lengths.max())
-    starts = lengths.cumsum(0) - lengths
-    column = torch.arange(longest)
+def pad_rows(starts: torch.Tensor, lengths: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Positions in the line of each padded row's tokens, and which of them are no padding; both (rows, longest)."""
+    column = torch.arange(int(lengths.max()))
     take = starts[:, None] + torch.minimum(column[None], lengths[:, None] - 1)
-    put = (column[None] < lengths[:, None]).flatten().nonzero().squeeze(1)
-    return RowIndex(take, put)
+    return take, column[None] < lengths[:, None]
+
+
+def bucket_rows(lengths: torch.Tensor) -> RowIndex:
+    """No row shares a bucket with one over twice its length, so padding never doubles the attention's work."""
+    starts = lengths.cumsum(0) - lengths
+    order = lengths.argsort(descending=True, stable=True)
+    put = torch.empty(int(lengths.sum()), dtype=torch.int64)
+    takes: list[torch.Tensor] = []
+    first = offset = 0
+    while first < len(order):
+        longest = int(lengths[order[first]])
+        last = first + int((lengths[order[first:]] * 2 > longest).sum())
+        rows = order[first:last]
+        take, real = pad_rows(starts[rows], lengths[rows])
+        put[take[real]] = offset + real.flatten().nonzero().squeeze(1)
+        takes.append(take)
+        first, offset = last, offset + take.numel()
+    return RowIndex(tuple(takes), put)
 
 
 def to_device(batch: Batch, device: str) -> Batch:
-    def move(t: torch.Tensor) -> torch.Tensor:
-        return t.to(device, non_blocking=True)
+    def move(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(device, non_blocking=True)
 
-    index = RowIndex(move(batch.index.take), move(batch.index.put)) if batch.index else None
+    index = RowIndex(tuple(move(t) for t in batch.index.takes), move(batch.index.put)) if batch.index else None
     return Batch(move(batch.input_ids), move(batch.position_ids), index, move(batch.sources), move(batch.targets))
 
 
@@ -238,15 +257,18 @@ def rows_attention(
     **_: object,
 ) -> tuple[torch.Tensor, None]:
     """Causal attention within rows. transformers hands on the keyword `row_index` from the model's call."""
-    if row_index is not None:
-        # (1, heads, T, d) -> (rows, heads, longest, d); padding is at the end, so causality hides it
-        query, key, value = (x[0].transpose(0, 1)[row_index.take].transpose(1, 2) for x in (query, key, value))
-    grouped = query.shape[1] != key.shape[1]
-    out = F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling, enable_gqa=grouped)
-    out = out.transpose(1, 2)  # (rows, longest, heads, d)
-    if row_index is not None:
-        out = out.flatten(0, 1)[row_index.put][None]
-    return out, None
+    grouped = query.shape[1] != key.shape[1]  # fewer key heads than query heads
+
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        # Padding is at the end of a row, so causality hides it.
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling, enable_gqa=grouped)
+        return out.transpose(1, 2)  # (rows, longest, heads, head_dim)
+
+    if row_index is None:
+        return attend(query, key, value), None
+    lines = [x[0].transpose(0, 1) for x in (query, key, value)]  # (T, heads, head_dim)
+    parts = [attend(*(x[take].transpose(1, 2) for x in lines)).flatten(0, 1) for take in row_index.takes]
+    return torch.cat(parts)[row_index.put][None], None
 
 
 AttentionInterface.register("molt_rows", rows_attention)

@@ -1,53 +1,54 @@
 """
-Every message of molt, once (twin: molt/protocol.ts, same paragraph, same table; a test compares the two).
+Every message of molt, once (twin: molt/protocol.ts; a test compares this text and the table).
 
 One controller ROUTER, one DEALER per worker. A message is a msgpack header map, then zero or more raw
-little-endian tensor frames. The header is {v, kind, seq, id | re, deadline_ms?, frames: [{name, dtype, shape}],
-...fields}. `seq` counts from 0 per direction and process. A request carries `id` and gets exactly one reply,
-`ok` or `error`, that carries it back as `re`; a message with neither is an event. Nothing is pickled. Fields and
-frames are exactly those of the table: a missing, extra or mistyped one is an error that names it. Integers stay
-within 2^53; floats are finite and are coerced on receipt, since 1.0 travels as the integer 1; null means absent
-and is legal only where the type ends in `?`. NaN and infinity travel only inside frames. A message is at most 64 MiB.
+little-endian tensor frames. The header is {v, kind, seq, id | re, deadline_ms?, frames: [{name, dtype,
+shape}], ...fields}. `seq` counts from 0 per direction and process. A request carries `id` and gets exactly
+one reply, `ok` or `error`, that carries it back as `re`; a message with neither is an event. Nothing is
+pickled. Fields and frames are exactly those of the table: a missing, extra or mistyped one is an error
+that names it. Integers stay within 2^53 (JavaScript sends those from 2^32 on as whole floats); floats are
+finite and are coerced on receipt, since 1.0 travels as the integer 1; null means absent and is legal only
+where the type ends in `?`. NaN and infinity travel only inside frames. A message is at most 64 MiB.
 
 Types: str int float bool json, `?` = may be null; {name: type} = record; {"*": type} = map; [type] = list.
 Frames: the dtype of a one-dimensional tensor, `?` = may be left out. C controller, W any worker, E engine,
 T trainer rank, K tokenizer, R runner.
 
-  message         from -> to   reply                          when
-  hello           W -> C       none (welcome or refused)      first message of a process
-  welcome         C -> W       none (ready)                   the worker is who it says it is; carries its options
-  refused         C -> W       none                           protocol versions or secrets differ
-  ready           W -> C       none                           model loaded, requests may come
-  heartbeat       W -> C       none                           every heartbeat_ms from welcome on, with statistics
-  ping            C -> W       {}                             answered by the I/O thread at any time
-  stacks          C -> W       {text}                         all thread stacks; answered by the I/O thread
-  stats           C -> W       {stats}                        what the work thread last published
-  cancel          C -> W       {}                             ends the request with that id, as `cancelled`
-  stop            C -> W       {}                             finish what runs, then exit 0
-  generate        C -> E       {handle}                       sample a turn; the tokens come as `tokens`
-  tokens          E -> C       none                           at most one per engine step, one policy version each
-  abort           C -> E       {}                             ends handles with reason abort
-  pause           C -> E       totals per live handle         its reply is the last message of the old version
-  load_weights    C -> E       {loaded, ...}                  only while paused; all or nothing
-  resume          C -> E       {}                             go on under the loaded version
-  score           C -> E       logprobs                       temperature-1 logprobs of given ids
-  rows            C -> T       {}                             part of a step's rows, kept until `run`
-  run             C -> T       {sums, maxima}                 one optimizer step over the rows
-  logprobs        C -> T       logprobs                       forward only
-  push_weights    C -> T       {tensors}                      write hub-named tensors where engines read them
-  save            C -> T       {}                             every rank writes its share of a checkpoint
-  restore         C -> T       {}                             the other way round
-  export          C -> T       {}                             a Hugging Face directory
-  render          C,R -> K     ids per item                   whole conversation by the chat template
-  suffix          C,R -> K     ids per item                   what follows a sampled turn
-  encode          C,R -> K     ids per item                   text, no special tokens added
-  decode          C,R -> K     {texts}                        ids to text
-  parse           C,R -> K     {items}                        a sampled turn into content, reasoning, tool calls
-  start           C -> R       {}                             begin a rollout
-  turn            R -> C       tokens of the turn             sample for a rollout; answered when the turn ended
-  abort_turn      R -> C       none                           the rollout no longer wants its running turn
-  cancel_rollout  C -> R       none                           end a rollout with this reason
-  rollout_done    R -> C       {}                             the whole rollout; sent again until answered
+  message         from -> to  reply                      when
+  hello           W -> C      none (welcome or refused)  first message of a process
+  welcome         C -> W      none (ready)               the worker is who it says it is; carries its options
+  refused         C -> W      none                       protocol versions or secrets differ
+  ready           W -> C      none                       model loaded, requests may come
+  heartbeat       W -> C      none                       every heartbeat_ms from welcome on, with statistics
+  ping            C -> W      {}                         answered by the I/O thread at any time
+  stacks          C -> W      {text}                     all thread stacks; answered by the I/O thread
+  stats           C -> W      {stats}                    what the work thread last published
+  cancel          C -> W      {}                         ends the request with that id, as `cancelled`
+  stop            C -> W      {}                         finish what runs, then exit 0
+  generate        C -> E      {handle}                   sample a turn; the tokens come as `tokens`
+  tokens          E -> C      none                       at most one per engine step, one policy version each
+  abort           C -> E      {}                         ends handles with reason abort
+  pause           C -> E      totals per live handle     its reply is the last message of the old version
+  load_weights    C -> E      {loaded, ...}              only while paused; all or nothing
+  resume          C -> E      {}                         go on under the loaded version
+  score           C -> E      logprobs                   temperature-1 logprobs of given ids
+  rows            C -> T      {}                         part of a step's rows, kept until `run`
+  run             C -> T      {sums, maxima}             one optimizer step over the rows
+  logprobs        C -> T      logprobs                   forward only
+  push_weights    C -> T      {tensors}                  write hub-named tensors where engines read them
+  save            C -> T      {}                         every rank writes its share of a checkpoint
+  restore         C -> T      {}                         the other way round
+  export          C -> T      {}                         a Hugging Face directory
+  render          C,R -> K    ids per item               whole conversation by the chat template
+  suffix          C,R -> K    ids per item               what follows a sampled turn
+  encode          C,R -> K    ids per item               text, no special tokens added
+  decode          C,R -> K    {texts}                    ids to text
+  parse           C,R -> K    {items}                    a sampled turn into content, reasoning, tool calls
+  start           C -> R      {}                         begin a rollout
+  turn            R -> C      tokens of the turn         sample for a rollout; answered when the turn ended
+  abort_turn      R -> C      none                       the rollout no longer wants its running turn
+  cancel_rollout  C -> R      none                       end a rollout with this reason
+  rollout_done    R -> C      {}                         the whole rollout; sent again until answered
 """
 
 import json
@@ -78,10 +79,11 @@ SAMPLING = {
     "stop_token_ids": ["int"],
 }
 SPAN = {"version": "int", "from": "int", "to": "int"}  # offsets into the turn's sampled ids
-TENSORS = [
-    {"name": "str", "dtype": "str", "shape": ["int"], "offset": "int", "bytes": "int", "crc32": "int"}
-]
-ITEM_IDS = {"fields": {"errors": ["str?"]}, "frames": {"ids": "i32", "lengths": "i32"}}  # errors[i] null = fine
+TENSORS = [{"name": "str", "dtype": "str", "shape": ["int"], "offset": "int", "bytes": "int", "crc32": "int"}]
+ITEM_IDS = {  # errors[i] null = fine
+    "fields": {"errors": ["str?"]},
+    "frames": {"ids": "i32", "lengths": "i32"},
+}
 
 MESSAGES: dict[str, dict[str, Any]] = {
     "hello": {
@@ -109,7 +111,8 @@ MESSAGES: dict[str, dict[str, Any]] = {
     "heartbeat": {
         "from": "W",
         "to": "C",
-        "fields": {"received": "int", "stats": {"*": "float"}},  # received: highest seq seen, -1 = none; beyond it is unsent
+        # received: highest seq seen, -1 = none; beyond it is unsent
+        "fields": {"received": "int", "stats": {"*": "float"}},
         "frames": {},
     },
     "ping": {"from": "C", "to": "W", "fields": {}, "frames": {}, "reply": NONE, "io": True},
@@ -140,7 +143,8 @@ MESSAGES: dict[str, dict[str, Any]] = {
             "turn": "int",
             "session_id": "str",  # requests of one conversation share it: a hint for prefix reuse
             "sampling": SAMPLING,
-            "already": "int",  # trailing prompt ids this request sampled earlier; max_tokens is what is still to come
+            # trailing prompt ids this request sampled earlier; max_tokens is what is still to come
+            "already": "int",
             "want_text": "bool",
             "heads": "int",  # top-k heads per token; 0 = none
             "want_routes": "bool",
@@ -255,7 +259,12 @@ MESSAGES: dict[str, dict[str, Any]] = {
         "to": "CK",
         "fields": {
             "items": [
-                {"messages": "json", "tools": "json", "template_kwargs": "json", "add_generation_prompt": "bool"}
+                {
+                    "messages": "json",
+                    "tools": "json",
+                    "template_kwargs": "json",
+                    "add_generation_prompt": "bool",
+                }
             ],
         },
         "frames": {},
@@ -271,7 +280,8 @@ MESSAGES: dict[str, dict[str, Any]] = {
                     "new_messages": "json",
                     "tools": "json",
                     "template_kwargs": "json",
-                    "last_ids": ["int"],  # last ids of the sampled turn, the stop token among them when it was sampled
+                    # last ids of the sampled turn, the stop token among them when it was sampled
+                    "last_ids": ["int"],
                 }
             ],
         },
@@ -299,7 +309,8 @@ MESSAGES: dict[str, dict[str, Any]] = {
                         "content": "str",
                         "reasoning": "str?",
                         "tool_calls": [{"name": "str", "arguments": "str"}],
-                        "error": "str?",  # markup that looks like a call but is not one; then it stays in content
+                        # markup that looks like a call but is not one; then it stays in content
+                        "error": "str?",
                     }
                 ],
             },
@@ -487,7 +498,7 @@ def prepare(
     deadline_ms: float | None = None,
     answers: str | None = None,
 ) -> Prepared:
-    """Check a message against the table and copy its frames, so that the caller may go on writing into them."""
+    """Check a message against the table and copy its frames: the caller may go on writing into them."""
     part = part_of(kind, answers)
     name = f"ok({answers})" if kind == "ok" else kind
     checked = _check(dict(fields), part["fields"], name)
@@ -516,12 +527,16 @@ def finish(message: Prepared, seq: int) -> Parts:
     return parts
 
 
-def encode(kind: str, seq: int, fields: Mapping[str, Any], frames: Mapping[str, Any] | None = None, **rest: Any) -> Parts:
-    """Bytes of a message. Raises ProtocolError where it does not fit the table: a bug of the sender, found there."""
+def encode(
+    kind: str, seq: int, fields: Mapping[str, Any], frames: Mapping[str, Any] | None = None, **rest: Any
+) -> Parts:
+    """Bytes of a message. Raises ProtocolError where it does not fit the table: a bug of the sender."""
     return finish(prepare(kind, fields, frames, **rest), seq)
 
 
-def _encode_frames(frames: Mapping[str, Any], specs: Mapping[str, str], name: str) -> tuple[list[dict[str, Any]], Parts]:
+def _encode_frames(
+    frames: Mapping[str, Any], specs: Mapping[str, str], name: str
+) -> tuple[list[dict[str, Any]], Parts]:
     table: list[dict[str, Any]] = []
     payload: Parts = []
     for key, spec in specs.items():
@@ -535,7 +550,9 @@ def _encode_frames(frames: Mapping[str, Any], specs: Mapping[str, str], name: st
             got = array.dtype if isinstance(array, np.ndarray) else type(array).__name__
             raise ProtocolError(f"Frame {name}.{key} must be {dtype}, got {got}", key)
         if array.ndim != 1:
-            raise ProtocolError(f"Frame {name}.{key} must have one dimension, got shape {list(array.shape)}", key)
+            raise ProtocolError(
+                f"Frame {name}.{key} must have one dimension, got shape {list(array.shape)}", key
+            )
         table.append({"name": key, "dtype": dtype, "shape": [len(array)]})
         payload.append(array.tobytes())
     for key in frames:
@@ -602,7 +619,6 @@ def _unpack(data: bytes) -> dict[str, Any]:
         raise ValueError(f"extension type {code}")
 
     try:
-        # Timestamps bypass the hook; the check refuses the object they become.
         value = msgpack.unpackb(data, raw=False, strict_map_key=True, ext_hook=refuse)
     except (ValueError, msgpack.exceptions.UnpackException, RecursionError) as error:
         raise ProtocolError(f"Header is not msgpack: {error}") from error
@@ -611,7 +627,9 @@ def _unpack(data: bytes) -> dict[str, Any]:
     return value
 
 
-def _decode_frames(table: Any, parts: Sequence[bytes], specs: Mapping[str, str], name: str) -> dict[str, np.ndarray]:
+def _decode_frames(
+    table: Any, parts: Sequence[bytes], specs: Mapping[str, str], name: str
+) -> dict[str, np.ndarray]:
     if not isinstance(table, list):
         raise ProtocolError(f"{name}.frames must be a list", "frames")
     if len(table) != len(parts):
@@ -712,7 +730,7 @@ def _check_json(value: Any, path: str) -> Any:
 
 
 def _whole(value: Any) -> int | None:
-    """An integer within 2^53, else None. JavaScript sends whole numbers from 2^32 on as floats, so those count."""
+    """An integer within 2^53, else None. Whole floats count: JavaScript makes them from 2^32 on."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
     if isinstance(value, float) and not value.is_integer():
@@ -727,6 +745,10 @@ def _key(key: Any, path: str) -> str:
 
 
 def _mistyped(path: str, wanted: str, value: Any) -> ProtocolError:
+    if isinstance(
+        value, msgpack.Timestamp
+    ):  # the one extension type that msgpack reads without asking the hook
+        return ProtocolError("Header is not msgpack: extension type -1")
     return ProtocolError(f"Field {path} must be {wanted}, got {_show(value)[:80]}", path)
 
 

@@ -6,12 +6,13 @@ The worker runtime: what every Python worker is made of, whatever it computes.
 
 Invariants
   1. Exactly one thread touches the socket. Others append to a queue and wake it through a socket pair.
-  2. Every request handed out gets exactly one reply; one cancelled or expired while queued is answered here and
-     never seen by the work thread.
+  2. Every request handed out gets exactly one reply; one cancelled or expired while queued is answered here
+     and never seen by the work thread.
   3. `seq` is given in the order of sending, under one lock, and only to messages that could be packed.
-  4. The process ends when its parent does (end-of-file on stdin kills the process group) and when its link is
-     lost: there is no reconnecting, a new process says hello.
-  5. Nothing waits by polling: an idle worker sleeps in the kernel, both threads are woken by what they wait for.
+  4. The process ends when its parent does (end-of-file on stdin kills the process group) and when its link
+     is lost: there is no reconnecting, a new process says hello.
+  5. Nothing waits by polling: an idle worker sleeps in the kernel, both threads are woken by what they wait
+     for.
 
 Call Runtime.connect before heavy imports (torch, transformers): from then on the parent is watched and hears
 heartbeats. Twin of WorkerLink in molt/bus.ts. Callers: engine_torch.py, trainer.py, tokenizer.py.
@@ -39,15 +40,18 @@ from types import FrameType
 from typing import Any, NoReturn
 
 import numpy as np
-import protocol
 import zmq
 import zmq.utils.monitor as monitor
+
+import protocol
 
 ZMTP_HEARTBEAT_MS = 2_000
 ZMTP_TIMEOUT_MS = 20_000
 LINGER_MS = 5_000  # last words of a process that ends in order
 RECEIVE_BURST = 64  # messages taken from the socket before the other duties get their turn
-ACK_BYTES = 16 * 1024 * 1024  # a heartbeat goes out early after this much, since the controller bounds what is unsent
+ACK_BYTES = (
+    16 * 1024 * 1024
+)  # a heartbeat goes out early after this much: the controller bounds what is unsent
 LETTERS = {"engine": "E", "trainer": "T", "tokenizer": "K", "runner": "R"}
 EXIT_REFUSED = 3
 
@@ -96,7 +100,9 @@ class Request:
 class Runtime:
     """Made by `connect`. Methods are for the work thread, except `send`, which any thread may call."""
 
-    def __init__(self, endpoint: str, worker_id: str, secret: str, worker_kind: str, capabilities: dict[str, Any]):
+    def __init__(
+        self, endpoint: str, worker_id: str, secret: str, worker_kind: str, capabilities: dict[str, Any]
+    ):
         self.worker_id = worker_id
         self.options: dict[str, Any] = {}
         self.incarnation = -1
@@ -181,28 +187,29 @@ class Runtime:
 
     def receive(self, timeout: float | None) -> list[Request]:
         """
-        All waiting requests in order of arrival; [] after `timeout` seconds (None waits for ever, 0 only looks).
-        Raises SystemExit(0) once `stop` came and nothing waits. `cancel` can no longer withdraw what was handed out.
+        All waiting requests in order of arrival; [] after `timeout` seconds (None waits for ever, 0 only
+        looks). Raises SystemExit(0) once `stop` came and nothing waits. What was handed out can no longer be
+        withdrawn by `cancel`: look at `cancelled`.
         """
         return self._take(timeout, limit=None)
 
     def reply(
         self, request: Request, fields: dict[str, Any] | None = None, frames: dict[str, Any] | None = None
     ) -> None:
-        """Answer `ok`. Raises ProtocolError where the answer does not fit the table; the request stays unanswered."""
+        """Answer `ok`. Raises ProtocolError where it does not fit the table; the request then stays open."""
         message = protocol.prepare("ok", fields or {}, frames, re=request.id, answers=request.kind)
         self._answer(request, message)
 
     def reply_error(self, request: Request, exc: BaseException) -> None:
-        """Answer `error`: a WorkerError as it is, anything else as `failed` with its traceback. `fatal` exits."""
+        """Answer `error`: a WorkerError as is, others as `failed` with the traceback. `fatal` exits 1."""
         error = exc if isinstance(exc, WorkerError) else None
         kind = error.type if error else "failed"
-        trace = "".join(traceback.format_exception(exc)) if kind in ("failed", "fatal") else None
+        trace = _text("".join(traceback.format_exception(exc))) if kind in ("failed", "fatal") else None
         if trace:
             print(trace, file=sys.stderr, flush=True)
         fields = {
             "type": kind,
-            "message": str(exc) if error else f"{type(exc).__name__}: {exc}",
+            "message": _text(str(exc) if error else f"{type(exc).__name__}: {exc}"),
             "field": error.field if error else None,
             "traceback": trace,
             "retry_after_ms": error.retry_after_ms if error else None,
@@ -216,7 +223,7 @@ class Runtime:
         self._post(protocol.prepare(kind, fields, frames))
 
     def serve(self, handlers: dict[str, Handler]) -> NoReturn:
-        """Answer requests one by one, in order, for workers without a loop of their own. Ends by SystemExit."""
+        """Answer requests one by one, in order: for workers without an own loop. Ends by SystemExit."""
         while True:
             for request in self._take(None, limit=1):
                 handler = handlers.get(request.kind)
@@ -226,7 +233,7 @@ class Runtime:
                     result = handler(request)
                     fields, frames = result if isinstance(result, tuple) else (result, None)
                     self.reply(request, fields, frames)
-                except Exception as exc:  # the edge between a handler and the wire: every failure is an answer
+                except Exception as exc:  # noqa: BLE001 at this edge every failure is an answer
                     self.reply_error(request, exc)
 
     def _take(self, timeout: float | None, limit: int | None) -> list[Request]:
@@ -241,7 +248,7 @@ class Runtime:
             if not taken and self._stopping:
                 raise SystemExit(0)
             live = [request for request in taken if not self._expired(request)]
-            if live or not taken and until is not None and time.monotonic() >= until:
+            if live or (not taken and until is not None and time.monotonic() >= until):
                 return live
 
     def _expired(self, request: Request) -> bool:
@@ -279,8 +286,8 @@ class Runtime:
     def _io_main(self) -> None:
         try:
             self._io_loop()
-        except BaseException:
-            print(f"I/O thread of {self.worker_id} failed:\n{traceback.format_exc()}", file=sys.stderr, flush=True)
+        except BaseException:  # noqa: BLE001 the edge of the thread: without it the process is deaf
+            print(f"The I/O thread failed:\n{traceback.format_exc()}", file=sys.stderr, flush=True)
             os._exit(1)
 
     def _io_loop(self) -> None:
@@ -340,7 +347,9 @@ class Runtime:
             self._counters["wire_repeated_seq"] += 1
             return
         if envelope.seq > self._expected_seq:
-            raise ConnectionError(f"expected message {self._expected_seq} of the controller, got {envelope.seq}")
+            raise ConnectionError(
+                f"expected message {self._expected_seq} of the controller, got {envelope.seq}"
+            )
         self._expected_seq += 1
         if envelope.re is not None:
             self._counters["wire_unknown_reply"] += 1  # Python workers send no requests
@@ -371,8 +380,9 @@ class Runtime:
         elif message.kind == "refused":
             self._refuse(message.fields["reason"])
         elif message.id is not None:
-            expires = math.inf if message.deadline_ms is None else time.monotonic() + message.deadline_ms / 1000
-            request = Request(message.kind, message.id, message.fields, message.frames, expires=expires)
+            request = Request(message.kind, message.id, message.fields, message.frames)
+            if message.deadline_ms is not None:
+                request.expires = time.monotonic() + message.deadline_ms / 1000
             with self._arrived:
                 self._unanswered[request.id] = request
                 self._queue.append(request)
@@ -426,13 +436,16 @@ class Runtime:
 
     def _uncaught(self, kind: type[BaseException], exc: BaseException, trace: Any) -> None:
         """Whatever escapes the work thread: print it whole, answer what was handed out, exit 1."""
-        text = "".join(traceback.format_exception(kind, exc, trace))
+        text = _text("".join(traceback.format_exception(kind, exc, trace)))
         print(text, file=sys.stderr, flush=True)
-        message = {"type": "fatal", "message": f"{kind.__name__}: {exc}", "field": None, "traceback": text}
+        message = _text(f"{kind.__name__}: {exc}")
+        fields = {"type": "fatal", "message": message, "field": None, "traceback": text}
         with self._arrived:
             open_requests = list(self._unanswered.values())
         for request in open_requests:
-            self._answer(request, protocol.prepare("error", {**message, "retry_after_ms": None}, re=request.id))
+            self._answer(
+                request, protocol.prepare("error", {**fields, "retry_after_ms": None}, re=request.id)
+            )
         self._exit_now(1)
 
     def _close(self) -> None:
@@ -448,6 +461,11 @@ class Runtime:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
+
+
+def _text(text: str) -> str:
+    """Text that can travel: an exception may quote what is not Unicode."""
+    return text.encode("utf-8", "replace").decode()
 
 
 def _parse_args() -> argparse.Namespace:
@@ -478,5 +496,6 @@ def _stacks() -> str:
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     frames: dict[int, FrameType] = sys._current_frames()
     return "\n".join(
-        f"Thread {names.get(ident, ident)}:\n{''.join(traceback.format_stack(frame))}" for ident, frame in frames.items()
+        f"Thread {names.get(ident, ident)}:\n{''.join(traceback.format_stack(frame))}"
+        for ident, frame in frames.items()
     )

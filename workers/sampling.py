@@ -56,22 +56,23 @@ def sample(
     if limited.size:
         rows = torch.from_numpy(limited).to(device)
         x = x.index_copy(0, rows, restrict(x.index_select(0, rows), top_k[limited], top_p[limited]))
-    logprobs = x.log_softmax(-1)
+    probs = x.softmax(-1)
     if greedy.all():
-        ids = logprobs.argmax(-1, keepdim=True)
+        ids = probs.argmax(-1, keepdim=True)
     else:
-        ids = draw(logprobs, torch.from_numpy(draws).to(device))
+        ids = draw(probs, torch.from_numpy(draws).to(device))
         if greedy.any():
-            ids = torch.where(torch.from_numpy(greedy).to(device)[:, None], logprobs.argmax(-1, keepdim=True), ids)
-    got = logprobs.gather(1, ids)
-    return ids[:, 0].cpu().numpy(), got[:, 0].cpu().numpy()
+            ids = torch.where(torch.from_numpy(greedy).to(device)[:, None], probs.argmax(-1, keepdim=True), ids)
+    # The log of one entry, not of all: a drawn probability is never so small that fp32 would lose it.
+    logprobs = probs.gather(1, ids).log_()
+    return ids.view(-1).cpu().numpy(), logprobs.view(-1).cpu().numpy()
 
 
-def draw(logprobs: torch.Tensor, draws: torch.Tensor) -> torch.Tensor:
+def draw(probs: torch.Tensor, draws: torch.Tensor) -> torch.Tensor:
     """(n, 1) ids by inverse transform: the first id whose cumulative probability is greater than u times the total."""
-    cumulative = logprobs.exp().cumsum_(-1)
+    cumulative = probs.cumsum(-1)
     ids = torch.searchsorted(cumulative, draws[:, None] * cumulative[:, -1:], right=True)
-    return ids.clamp_(max=logprobs.shape[1] - 1)
+    return ids.clamp_(max=probs.shape[1] - 1)
 
 
 def restrict(x: torch.Tensor, top_k: np.ndarray, top_p: np.ndarray) -> torch.Tensor:

@@ -60,8 +60,6 @@ import {
   VOCAB_SIZE,
 } from './simulated_model.ts';
 
-/** Most requests an engine may be given; `options.max_requests` is usually less. */
-const MAX_REQUESTS = 4096;
 const RETRY_AFTER_MS = 20;
 const ALIGN_BYTES = 64;
 /** Seen in the log and the exit status of a worker that died by its script. */
@@ -282,8 +280,9 @@ class SimulatedEngine {
     this.#maxRequests = options.max_requests;
     this.#maxLen = options.max_len;
     this.#listen();
-    identity.link.ready({ model: options.model_path, vocab_size: VOCAB_SIZE, dtype: 'float32', max_len: options.max_len });
     this.#publish();
+    const { model_path: model, max_requests, max_len } = options;
+    identity.link.ready({ model, vocab_size: VOCAB_SIZE, dtype: 'float32', max_len, max_requests });
   }
 
   #listen(): void {
@@ -513,6 +512,7 @@ class SimulatedEngine {
     if (epoch !== this.#pause?.epoch) {
       throw badRequest('epoch', `Cannot resume epoch ${epoch}: the last pause was of epoch ${this.#pause?.epoch ?? 'none'}`);
     }
+    if (this.#draining) throw badRequest('epoch', `Cannot resume epoch ${epoch}: its pause still drains`);
     if (this.#staged.size > 0) throw new RemoteError('fatal', `Cannot resume: ${this.#staged.size} tensors were sent, the last one was not`);
     if (this.#paused) {
       this.#paused = false;
@@ -807,7 +807,8 @@ function startTokenizer(identity: Identity): void {
   identity.serve('parse', ({ tools }, frames) => {
     checkIds(frames.ids, 'ids');
     if (tools.length !== frames.lengths.length) throw badRequest('tools', `${tools.length} tools for ${frames.lengths.length} items`);
-    return { fields: { items: cut(frames.ids, frames.lengths, 'ids').map((ids) => parseTurn([...ids])) }, frames: {} };
+    const items = cut(frames.ids, frames.lengths, 'ids').map((ids, i) => parseTurn([...ids], !isEmptyList(tools[i])));
+    return { fields: { items }, frames: {} };
   });
   identity.link.ready({
     model_path: identity.options.model_path ?? '',
@@ -819,6 +820,8 @@ function startTokenizer(identity: Identity): void {
     suffix_note: 'exact by construction',
   });
 }
+
+const isEmptyList = (value: Json | undefined): boolean => Array.isArray(value) && value.length === 0;
 
 /** A bad item has its own error and no ids; the others are not its concern. */
 function encodeItems(texts: readonly (() => string)[]): Answer<'encode'> {
@@ -840,7 +843,7 @@ function encodeItems(texts: readonly (() => string)[]): Answer<'encode'> {
 // ---- Process ----
 
 const CAPABILITIES: Record<string, Json> = {
-  engine: { max_requests: MAX_REQUESTS, transports: ['file'], logprobs: true, heads: 0, routes: false },
+  engine: { max_requests: null, transports: ['file'], logprobs: true, heads: 0, routes: false },
   trainer: { transports: ['file'] },
   tokenizer: {},
 };

@@ -119,21 +119,25 @@ export interface Parsed {
   readonly error: string | null;
 }
 
-export function parseTurn(ids: readonly number[]): Parsed {
+/** Calls are read unless `readCalls` is false: then no tools were offered and the markup is plain text. */
+export function parseTurn(ids: readonly number[], readCalls = true): Parsed {
   const last = ids.at(-1);
   const text = decodeIds(last !== undefined && STOP_TOKEN_IDS.includes(last) ? ids.slice(0, -1) : ids);
   const think = /^\s*<think>([\s\S]*?)<\/think>\s*/.exec(text);
   const calls: ToolCall[] = [];
   let error: string | null = null;
-  const content = text.slice(think?.[0].length ?? 0).replace(/\s*<tool_call>([\s\S]*?)<\/tool_call>/g, (all, body: string) => {
+  const said = text.slice(think?.[0].length ?? 0);
+  const reasoning = think?.[1]?.trim() ?? null;
+  if (!readCalls || !said.includes('<tool_call>')) return { text, content: said, reasoning, tool_calls: [], error: null };
+  const content = said.replace(/\s*<tool_call>([\s\S]*?)<\/tool_call>/g, (all, body: string) => {
     const call = parseCall(body);
     if (typeof call !== 'string') calls.push(call);
     else error ??= call;
     return typeof call === 'string' ? all : '';
   });
   // What is left of the markup was no whole call: a broken body (said above) or a missing end.
-  if (/<\/?tool_call>/.test(content)) error ??= 'Tool call is not closed';
-  return { text, content, reasoning: think?.[1]?.trim() ?? null, tool_calls: calls, error };
+  if (content.includes('<tool_call>')) error ??= 'Tool call is not closed';
+  return { text, content: calls.length > 0 ? content.trim() : content, reasoning, tool_calls: calls, error };
 }
 
 /** A call, or why it is none. `arguments` keeps the policy's own spelling (1.0 stays 1.0). */

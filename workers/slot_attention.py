@@ -77,7 +77,7 @@ class Run:
     high: int
     length: int  # positions looked at
     inside: torch.Tensor | None = None  # slot of each row minus low, where the run has holes
-    bias: torch.Tensor | None = None  # (high - low, 1, 1, length): 0 where a row may look, else -inf
+    bias: torch.Tensor | None = None  # (high - low, 1, 1, length): 0 where a row may look, else -inf; None: everywhere
 
 
 @dataclass
@@ -141,7 +141,8 @@ def plan_step(
             run.inside = on_device(inside, device)
             seen = np.zeros(run.high - run.low, dtype=np.int64)  # a hole may look at position 0, so that it is finite
             seen[inside] = positions[run.first : run.last]
-        run.bias = causal_bias(seen, run.length, dtype, device)[:, None, None]
+        if (seen != run.length - 1).any():
+            run.bias = causal_bias(seen, run.length, dtype, device)[:, None, None]
     for chunk in chunks:
         if chunk.start:
             end = chunk.start + chunk.last - chunk.first
@@ -199,12 +200,11 @@ def attend_run(run: Run, query: torch.Tensor, keys: torch.Tensor, values: torch.
     folded = rows.reshape(count, keys.shape[1], heads // keys.shape[1], dim)
     if run.inside is not None:
         folded = folded.new_zeros(run.high - run.low, *folded.shape[1:]).index_copy_(0, run.inside, folded)
-    assert run.bias is not None
     out = F.scaled_dot_product_attention(
         folded,
         keys[run.low : run.high, :, : run.length],
         values[run.low : run.high, :, : run.length],
-        attn_mask=run.bias.expand(-1, folded.shape[1], folded.shape[2], -1),
+        attn_mask=None if run.bias is None else run.bias.expand(-1, folded.shape[1], folded.shape[2], -1),
         scale=scaling,
     )
     if run.inside is not None:

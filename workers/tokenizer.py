@@ -1,7 +1,7 @@
 """Tokenizer worker: chat template, encode, decode, and the reading of sampled turns.
 
-    render   conversation -> ids                        the first prompt of a rollout
-    suffix   sampled turn + new messages -> ids         what follows a turn; the turn itself is never rendered again
+    render   conversation -> ids                   the first prompt of a rollout
+    suffix   sampled turn + new messages -> ids    what follows a turn, which itself is never rendered again
     parse    sampled ids -> content, reasoning, calls
     encode, decode
 
@@ -9,15 +9,15 @@ All calls are batched, and a bad item fails alone: its error stands at its place
 
 Decisions
   1. The template runs here and nowhere else, in an environment like transformers' own with two differences:
-     raw argument text (below) and a clock that stands still from start-up, so that a date in a prompt does not
-     change at midnight. A test compares it with `apply_chat_template`.
-  2. Tool arguments are the text the model wrote. A template sees an object that is a `str` (printed as it is),
-     passes as a mapping (templates that walk the keys get parsed values), and that `tojson` prints verbatim even
-     deep inside another value: 1.0 stays 1.0, keys keep their order, integers keep their digits.
-  3. `suffix` renders a stub (one user message, an assistant turn of nothing but a marker and the names of its
-     calls) with the new messages behind it, and cuts behind the marker. So its cost does not grow with the
-     conversation, and earlier turns, which templates like to rewrite, cannot matter. Closing markup the policy
-     sampled is left out, closing markup it did not sample (ended by length) is put in.
+     raw argument text (below) and a clock that stands still from start-up, so that a date in a prompt does
+     not change at midnight. A test compares it with `apply_chat_template`.
+  2. Tool arguments are the text the model wrote. A template sees an object that is a `str` (printed as it
+     is), passes as a mapping (templates that walk the keys get parsed values), and that `tojson` prints
+     verbatim even deep inside another value: 1.0 stays 1.0, keys keep their order, integers their digits.
+  3. `suffix` renders a stub (one user message, an assistant turn of nothing but a marker and the names of
+     its calls) with the new messages behind it, and cuts behind the marker. So its cost does not grow with
+     the conversation, and earlier turns, which templates like to rewrite, cannot matter. Closing markup the
+     policy sampled is left out, closing markup it did not sample (ended by length) is put in.
   4. At start-up the suffix is compared with the full render, as text and as ids; `ready` reports the result.
   5. No special token is ever added by the tokenizer itself: the template writes them all, BOS included.
   6. Content parts are joined to text, null content is empty text: templates print other things for them.
@@ -35,17 +35,19 @@ import secrets
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
+from itertools import takewhile
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import jinja2
 import jinja2.ext
 import jinja2.sandbox
 import numpy as np
+from jinja2 import nodes
 
 from runtime import Request, Runtime, bad_request
 
-# Stands for text in a render that is cut away again. Unguessable, so nothing a policy or a tool writes contains it.
+# Stands for text in a render that is cut away again. Unguessable, so no policy and no tool writes it.
 MARK = "mark" + secrets.token_hex(8)
 
 
@@ -88,7 +90,7 @@ class RawArguments(RawText):
         return self.values_[key] if isinstance(key, str) else super().__getitem__(key)
 
 
-Mapping.register(RawArguments)
+Mapping.register(RawArguments)  # type: ignore[attr-defined]  jinja asks isinstance(x, Mapping)
 
 
 def raw_arguments(text: str) -> RawText:
@@ -130,14 +132,14 @@ def to_json(value, ensure_ascii=False, indent=None, separators=None, sort_keys=F
 
 
 class GenerationTag(jinja2.ext.Extension):
-    """`{% generation %}` marks assistant text for supervised masks; here it prints its body and nothing else."""
+    """`{% generation %}` marks assistant text for supervised masks; here it prints its body, nothing else."""
 
-    tags = {"generation"}
+    tags: ClassVar[set[str]] = {"generation"}
 
     def parse(self, parser):
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        return jinja2.nodes.Scope(body, lineno=line)
+        return nodes.Scope(body, lineno=line)
 
 
 def template_environment() -> jinja2.Environment:
@@ -214,6 +216,7 @@ def normalise(messages: Any) -> list[dict]:
 # ---- The tokenizer ----
 
 USER_STUB = {"role": "user", "content": "x"}
+ANSWER_STUB = {"role": "assistant", "content": MARK}
 
 
 class ChatTokenizer:
@@ -231,9 +234,14 @@ class ChatTokenizer:
         self._added = {i: token.content for i, token in self._tokenizer.added_tokens_decoder.items()}
         spellings = sorted(self._added.values(), key=len, reverse=True)
         self._split = re.compile("(" + "|".join(map(re.escape, spellings)) + ")") if spellings else None
+        # What closes a message in history, and what closes the assistant's last one (gpt-oss: another token).
+        self._message_end = next(iter(self._tokens_behind([{**USER_STUB, "content": MARK}])), None)
+        closing = self._tokens_behind([USER_STUB, ANSWER_STUB])
+        self._closer = self._message_end if self._message_end in closing else next(iter(closing), None)
         self.stop_token_ids = self._stop_token_ids()
-        self._stops = {self._added.get(i) or self._tokenizer.convert_ids_to_tokens(i) for i in self.stop_token_ids}
-        self._message_end = self._token_behind([{**USER_STUB, "content": MARK}])
+        self._stops = {
+            self._added.get(i) or self._tokenizer.convert_ids_to_tokens(i) for i in self.stop_token_ids
+        }
         self.suffix_exact, self.suffix_note = self._prove_suffix()
 
     def info(self) -> dict:
@@ -290,10 +298,10 @@ class ChatTokenizer:
     # -- suffix --
 
     def suffix(self, items: Sequence[dict]) -> tuple[list[list[int]], list[str | None]]:
-        """items: {stub, new_messages, tools, template_kwargs, last_ids}. Ids to append, and error, of each."""
+        """items: {stub, new_messages, tools, template_kwargs, last_ids}. Ids to append and error of each."""
         cuts, errors = each(self._suffix_text, items)
-        # A text behind a special token is tokenised differently from one that begins (prefix blanks, tokens that
-        # swallow a newline), so the sampled stop token stands in front and its id is dropped again.
+        # A text behind a special token is tokenised differently from one that begins (prefix blanks, tokens
+        # that swallow a newline), so the sampled stop token stands in front and its id is dropped again.
         rows = self.encode(["".join(cut) for cut in cuts])
         for i, (item, cut) in enumerate(zip(items, cuts, strict=True)):
             if cut and cut[0]:
@@ -307,12 +315,16 @@ class ChatTokenizer:
         tools, kwargs = item["tools"], item["template_kwargs"]
         last_id = item["last_ids"][-1] if item["last_ids"] else None
         stop = self._spelling(last_id) if last_id in self.stop_token_ids else ""
-        head = [USER_STUB, marked(stub)]
-        tail = behind_mark(self._text([*head, *new], tools, kwargs, True))
+        head = [USER_STUB, marked(stub, "")]
+        text = self._text([*head, *new], tools, kwargs, True)
+        if MARK not in text:  # no calls, or a template that does not print them
+            head = [USER_STUB, marked(stub, MARK)]
+            text = self._text([*head, *new], tools, kwargs, True)
+        tail = behind_mark(text)
         ending = behind_mark(self._text(head, tools, kwargs, False))
-        return stop, tail[self._turn_end(tail, ending, stop, "tool_calls" in stub, (tools, kwargs)) :]
+        return stop, tail[self._turn_end(tail, ending, stop, "tool_calls" in stub, tools, kwargs) :]
 
-    def _turn_end(self, tail: str, ending: str, stop: str, has_calls: bool, context: tuple) -> int:
+    def _turn_end(self, tail: str, ending: str, stop: str, has_calls: bool, tools, kwargs) -> int:
         """Where the sampled turn ends in `tail`, the template's text behind the turn's last own word.
 
         `ending` is the same when no message follows. What both share is the closing of the turn:
@@ -320,25 +332,24 @@ class ChatTokenizer:
             ending   }\n</tool_call><|im_end|>\n
         """
         pieces, ends = self._pieces(tail), self._pieces(ending)
-        n = next((i for i, (a, b) in enumerate(zip(pieces, ends)) if a != b), min(len(pieces), len(ends)))  # noqa: B905
-        closing = "".join(pieces[:n])
-        following = pieces[n] if n < len(pieces) else ""
-        if stop:
-            if stop in closing:
-                return closing.index(stop) + len(stop)
-            if following == stop:  # the next turn's first token doubles as stop token (GLM)
-                return len(closing) + len(stop)
-            if ends[n : n + 1] == [stop] and following == self._message_end:
-                return len(closing) + len(following)  # the last turn ends otherwise than history does (gpt-oss)
+        shared = [a for a, _ in takewhile(lambda pair: pair[0] == pair[1], zip(pieces, ends))]  # noqa: B905
+        closing = "".join(shared)
+        following, last = "".join(pieces[len(shared) :][:1]), "".join(ends[len(shared) :][:1])
+        if stop and stop in closing:
+            return closing.index(stop) + len(stop)
+        # The next turn's first token doubles as stop token (GLM), or the last turn ends otherwise than
+        # history does (gpt-oss): either way the sampled token stands where the template has `following`.
+        if stop and (following == stop or (last == stop and following == self._message_end)):
+            return len(closing) + len(following)
         if not has_calls:
             return 0
-        # A call counts as one only when its closing tag was sampled, so what closes the turn begins behind it.
+        # A call counts as one only when its closing tag was sampled: what closes the turn begins behind it.
         at = [closing.index(token) for token in self._stops if token in closing]
         if at:
             return min(at)
         if following == self._message_end:
             return len(closing)
-        plain = behind_mark(self._text([USER_STUB, {"role": "assistant", "content": MARK}], *context, False))
+        plain = behind_mark(self._text([USER_STUB, ANSWER_STUB], tools, kwargs, False))
         return len(closing) - (len(plain) if closing.endswith(plain) else 0)
 
     def _pieces(self, text: str) -> list[str]:
@@ -348,33 +359,34 @@ class ChatTokenizer:
     def _spelling(self, token_id: int) -> str:
         return self._added.get(token_id) or self._tokenizer.decode([token_id])
 
-    def _token_behind(self, messages: list[dict]) -> str | None:
-        """The first added token behind the mark, where the template renders these messages at all."""
+    def _tokens_behind(self, messages: list[dict]) -> list[str]:
+        """Added tokens behind the mark; none where the template does not render these messages."""
         try:
             tail = behind_mark(self._text(messages, None, None, False))
         except Exception:  # noqa: BLE001 any error of a template: it has no such turn
-            return None
-        return next((piece for piece in self._pieces(tail) if piece in self._added.values()), None)
+            return []
+        return [piece for piece in self._pieces(tail) if piece in self._added.values()]
 
     def _stop_token_ids(self) -> list[int]:
-        """The tokenizer's end of sequence, those of the generation config, and what closes a turn in the template."""
+        """The tokenizer's end of sequence, those of the generation config, the template's end of a turn."""
         ids = {self._tokenizer.eos_token_id, *generation_stop_ids(self.model_path)}
-        token = self._token_behind([USER_STUB, {"role": "assistant", "content": MARK}])
-        if token:
-            ids.add(self._tokenizer.convert_tokens_to_ids(token))
+        if self._closer:
+            ids.add(self._tokenizer.convert_tokens_to_ids(self._closer))
         return sorted(i for i in ids if i is not None)
 
     # -- proof --
 
     def _prove_suffix(self) -> tuple[bool, str]:
         """Compare suffix with the full render on a few conversations. (exact, one line about it)."""
-        faults, refused, exact = [], [], 0
+        faults, refused, dropped, exact = [], [], [], 0
         for name, before, turn, after, tools in proof_conversations():
             try:
                 full = self._text(normalise([*before, turn, *after]), tools, None, True)
             except Exception as error:  # noqa: BLE001 the template does not know such a conversation
                 refused.append(f"{name} ({one_line(error)})")
                 continue
+            if any(message["content"].strip() not in full for message in after):
+                dropped.append(name)
             fault = self._compare(full, turn, after, tools)
             if fault:
                 faults.append(f"{name}: {fault}")
@@ -385,14 +397,18 @@ class ChatTokenizer:
             note = f"suffix differs from the full render: {'; '.join(faults)}"
         if refused:
             note += f"; the template refuses: {', '.join(refused)}"
+        if dropped:
+            note += f"; the template prints no new message of: {', '.join(dropped)}"
+        if self._closer and self._message_end and self._closer != self._message_end:
+            swap = f"the last turn ends in {self._closer} where history has {self._message_end}"
+            note += f"; {swap}: what was sampled stays"
         return not faults and exact > 0, note
 
     def _compare(self, full: str, turn: dict, after: list[dict], tools) -> str | None:
         """What is wrong with the suffix of this turn against the template's whole text; null = nothing."""
-        token = self._token_behind([USER_STUB, {"role": "assistant", "content": MARK}])
-        stop_id = self._tokenizer.convert_tokens_to_ids(token) if token else self._tokenizer.eos_token_id
+        closer, convert = self._closer, self._tokenizer.convert_tokens_to_ids
+        stop_id = convert(closer) if closer else self._tokenizer.eos_token_id
         item = {"stub": turn, "new_messages": after, "tools": tools, "template_kwargs": None}
-        own = turn["tool_calls"][-1]["arguments"] if "tool_calls" in turn else turn["content"]
         for last_ids in ([stop_id], []):
             item["last_ids"] = [i for i in last_ids if i is not None]
             try:
@@ -402,18 +418,28 @@ class ChatTokenizer:
             if not text or not full.endswith(text):
                 return f"expected ...{full[-len(text) - 20 :]!r}, got {text!r}"
             head = full.removesuffix(text)
-            # What precedes the suffix must be the turn's own words, closed once or (ended by length) not at all.
-            for end in (stop, self._message_end or ""):
-                closed = bool(end) and head.endswith(end)
-                head = head.removesuffix(end)
-                if closed:
-                    break
-            rest = head[head.rfind(own) + len(own) :] if own in head else None
-            if rest is None or any(token in rest for token in self._stops) or (rest and "tool_calls" not in turn):
-                return f"the turn ends in {head[-40:]!r}, expected {own!r}"
+            fault = self._head_fault(head, turn, stop)
+            if fault:
+                return fault
             ids = self.suffix([item])[0][0]
             if self.encode([full])[0][-len(ids) :] != ids:
                 return f"same text {text[:40]!r}, other ids"
+        return None
+
+    def _head_fault(self, head: str, turn: dict, stop: str) -> str | None:
+        """What precedes the suffix must be the turn's own words, closed once or (ended by length) not."""
+        end = next((e for e in (stop, self._message_end) if stop and e and head.endswith(e)), "")
+        head = head.removesuffix(end)
+        called = "tool_calls" in turn
+        own = turn["tool_calls"][-1]["arguments"] if called else turn["content"]
+        rest = head
+        if own in head:
+            rest = head[head.rfind(own) + len(own) :]
+        elif called:  # templates may print calls in a form of their own, or not at all
+            rest = self._pieces(head)[-1]
+        # Behind calls, and in some templates before a stop token, stands markup the policy writes itself.
+        if any(token in rest for token in self._stops) or (rest and not called and not stop):
+            return f"the turn ends in {head[-40:]!r}, expected {own!r}"
         return None
 
     # -- parse --
@@ -423,7 +449,10 @@ class ChatTokenizer:
         prompt may offer tools in its own words, so calls are read."""
         bodies = [row[:-1] if len(row) and row[-1] in self.stop_token_ids else row for row in rows]
         texts = self.decode(bodies, False)
-        return [{"text": text, **parse_turn(text, offered != [])} for text, offered in zip(texts, tools, strict=True)]
+        return [
+            {"text": text, **parse_turn(text, offered != [])}
+            for text, offered in zip(texts, tools, strict=True)
+        ]
 
 
 def each(function, items: Sequence) -> tuple[list, list[str | None]]:
@@ -445,13 +474,18 @@ def one_line(error: Exception) -> str:
     return message if known and message else f"{type(error).__name__}: {message}"
 
 
-def marked(stub: dict) -> dict:
-    """The turn with marks for words: template code sees that it has text and which calls, and nothing else."""
-    out = {**stub, "content": MARK}
+def marked(stub: dict, content: str) -> dict:
+    """The turn with a mark for arguments and this content: of what it said a template sees no word.
+
+    Next to calls the content stays empty where it can: some templates print it behind the results.
+    """
+    out = {**stub, "content": content}
     out.pop("reasoning_content", None)
     if "tool_calls" in stub:
         arguments = raw_arguments(f'{{"{MARK}": "{MARK}"}}')
-        calls = [{**call, "function": {**call["function"], "arguments": arguments}} for call in stub["tool_calls"]]
+        calls = [
+            {**call, "function": {**call["function"], "arguments": arguments}} for call in stub["tool_calls"]
+        ]
         out["tool_calls"] = calls
     return out
 
@@ -474,11 +508,14 @@ def load_tokenizer(model_path: str):
         if not path.is_dir():
             raise TokenizerError(f"Cannot load tokenizer: no directory {model_path}")
         # Without these transformers makes a tokenizer of nothing, silently.
-        if not any((path / name).exists() for name in ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")):
+        if not any(
+            (path / name).exists()
+            for name in ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
+        ):
             raise TokenizerError(f"Cannot load tokenizer: {model_path} has no tokenizer.json")
     try:
         return AutoTokenizer.from_pretrained(model_path)
-    except Exception as error:  # noqa: BLE001 whatever is wrong in there, the user needs one line
+    except Exception as error:  # whatever is wrong in there, the user needs one line
         raise TokenizerError(f"Cannot load tokenizer of {model_path}: {one_line(error)}") from error
 
 
@@ -493,7 +530,9 @@ def compile_templates(model_path: str, source: str | dict[str, str] | None) -> d
     try:
         return {name: environment.from_string(text) for name, text in sources.items()}
     except jinja2.TemplateError as error:
-        raise TokenizerError(f"Cannot use {model_path}: its chat template is broken: {one_line(error)}") from error
+        raise TokenizerError(
+            f"Cannot use {model_path}: its chat template is broken: {one_line(error)}"
+        ) from error
 
 
 def generation_stop_ids(model_path: str) -> list[int]:
@@ -515,7 +554,11 @@ def proof_conversations() -> list[tuple[str, list[dict], dict, list[dict], list 
     """(name, messages before, the turn, messages after, tools)."""
     system = {"role": "system", "content": "Be brief."}
     user = {"role": "user", "content": "What is in a and b?"}
-    call = {"role": "assistant", "content": "", "tool_calls": [{"name": "read", "arguments": '{"path": "a", "n": 1.0}'}]}
+    call = {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [{"name": "read", "arguments": '{"path": "a", "n": 1.0}'}],
+    }
     both = {"role": "assistant", "content": "", "tool_calls": call["tool_calls"] * 2}
     results = [{"role": "tool", "name": "read", "content": text} for text in ("first", "second\n")]
     answer = {"role": "assistant", "content": "One and two."}
@@ -554,8 +597,8 @@ def parse_turn(text: str, read_calls: bool = True) -> dict:
 
 
 def split_reasoning(text: str) -> tuple[str | None, str]:
-    """(reasoning, the rest). The opener may stand in the prompt, then only the closer is here; a thought without
-    an end (the turn ended by length) is reasoning to its end."""
+    """(reasoning, the rest). The opener may stand in the prompt, then only the closer is here; a thought
+    without an end (the turn ended by length) is reasoning to its end."""
     opened = text.lstrip().startswith(THINK)
     body = text.lstrip()[len(THINK) :] if opened else text
     thought, closer, rest = body.partition(THINK_END)
@@ -565,7 +608,7 @@ def split_reasoning(text: str) -> tuple[str | None, str]:
 
 
 def split_calls(text: str) -> tuple[str, list[dict], str | None]:
-    """(text outside of calls, calls, error). A malformed call stays in the text; the first one is the error."""
+    """(text outside of calls, calls, error). A malformed call stays in the text; the error is the first's."""
     outside, calls, error = [], [], None
     at = 0
     while True:
@@ -647,7 +690,10 @@ def ids_answer(rows: Sequence[Sequence[int]], errors: Sequence[str | None]) -> t
     """The reply of render, suffix and encode; rows of failed items are empty."""
     kept = [[] if error else row for row, error in zip(rows, errors, strict=True)]
     flat = np.array([i for row in kept for i in row], dtype=np.int32)
-    return {"errors": list(errors)}, {"ids": flat, "lengths": np.array([len(row) for row in kept], dtype=np.int32)}
+    return {"errors": list(errors)}, {
+        "ids": flat,
+        "lengths": np.array([len(row) for row in kept], dtype=np.int32),
+    }
 
 
 def main() -> None:
@@ -681,7 +727,9 @@ def main() -> None:
         "render": lambda request: ids_answer(*tokenizer.render(request.fields["items"])),
         "suffix": lambda request: ids_answer(*tokenizer.suffix(request.fields["items"])),
         "encode": encode,
-        "decode": lambda request: {"texts": tokenizer.decode(rows_of(request), request.fields["skip_special"])},
+        "decode": lambda request: {
+            "texts": tokenizer.decode(rows_of(request), request.fields["skip_special"])
+        },
         "parse": parse,
     }
     runtime.ready(**tokenizer.info())

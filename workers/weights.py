@@ -133,8 +133,9 @@ def hub_tensors(model) -> Iterator[tuple[str, torch.Tensor]]:
     for prefix, names in groups.items():
         with gathered(model, prefix) as live:
             for name in names:
+                tensor = live[name]
                 # Under tensor or expert parallelism an unsharded weight is still cut along that axis.
-                whole = live[name].full_tensor() if isinstance(live[name], DTensor) else live[name]
+                whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
                 for piece in layout[name]:
                     yield piece.name, piece.of(whole)
 
@@ -186,7 +187,7 @@ def write_segment(path: str, tensors: Iterable[tuple[str, torch.Tensor]], write:
 def bytes_of(tensor: torch.Tensor) -> memoryview:
     # Always a copy: numpy would pin memory that FSDP frees by resizing it.
     own = tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
-    return memoryview(own.reshape(-1).view(torch.uint8).numpy())
+    return own.reshape(-1).view(torch.uint8).numpy().data
 
 
 # ---- Reading ----

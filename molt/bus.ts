@@ -1,0 +1,1045 @@
+/**
+ * The bus: messages between the controller and its workers, over one ROUTER and one DEALER per worker.
+ *
+ *   Bus (controller) --expect--> Peer  <== hello, welcome, requests, replies, events ==>  WorkerLink (worker process)
+ *
+ * Invariants
+ *   1. A message that does not fit the table (protocol.ts) never reaches a handler: its sender is lost.
+ *   2. Messages of one worker and direction are handled in order; a repeat is dropped and counted, a gap means lost.
+ *   3. A request settles exactly once: with its reply, its deadline, its cancellation, or the loss of the peer.
+ *   4. Code that awaits a reply runs before the next message is handled, so an event behind a reply finds the state
+ *      that the reply made.
+ *   5. A send never waits. What a worker has not yet taken is counted; beyond MAX_UNSENT_BYTES it is lost.
+ *   6. Only this file retries, and only what is safe: pure kinds after `failed`, any kind after `overloaded`.
+ *   7. An error thrown by an event handler is a bug of this process: it ends it, unless `onError` takes it.
+ * Frames are sent without a copy: do not write into them afterwards. Not here: encryption, so only loopback is served;
+ * reconnecting: a worker whose link breaks ends, and a new process says hello.
+ * Called by generator.ts, trainer.ts, dispatch.ts, refit.ts, launch.ts (controller), runner.ts and simulated.ts (worker).
+ * Python's side is workers/runtime.py.
+ */
+import { randomBytes, timingSafeEqual } from 'node:crypto';
+import { readSync } from 'node:fs';
+import { hostname } from 'node:os';
+import { setImmediate as nextTurn, setTimeout as sleep } from 'node:timers/promises';
+import { Worker } from 'node:worker_threads';
+import { Dealer, Router } from 'zeromq';
+import {
+  type Decoded,
+  decodeBody,
+  ERROR_TYPES,
+  type ErrorType,
+  type EventKind,
+  encode,
+  type Fields,
+  type FrameArray,
+  type Frames,
+  type Kind,
+  MESSAGES,
+  type Opened,
+  openMessage,
+  PROTOCOL_VERSION,
+  ProtocolError,
+  RemoteError,
+  type ReplyFields,
+  type ReplyFrames,
+  type RequestKind,
+} from './protocol.ts';
+import { invariant, type Json } from './types.ts';
+
+const HEARTBEAT_MS = 1000;
+const ZMTP_HEARTBEAT_MS = 2_000;
+const ZMTP_TIMEOUT_MS = 20_000;
+const MAX_UNSENT_BYTES = 256 * 1024 * 1024;
+/** A worker tells early what it has received after this much, so that bulk transfers do not count as unsent. */
+const ACK_BYTES = 16 * 1024 * 1024;
+/** Messages are handled for this long before timers and other sockets get their turn. */
+const SLICE_MS = 5;
+const LINGER_MS = 5_000;
+const UNBIND_MS = 1_000;
+const OVERLOADED_WAIT_MS = 100;
+const MAX_FAILED_RETRIES = 2;
+const EXIT_REFUSED = 3;
+/** Longest delay a timer takes. */
+const MAX_TIMER_MS = 2 ** 31 - 1;
+
+/** Kinds whose answer depends on nothing but the request and the weights, so a second try is harmless. */
+const PURE_KINDS: ReadonlySet<Kind> = new Set(['render', 'suffix', 'encode', 'decode', 'parse', 'score', 'logprobs']);
+const LETTERS: Readonly<Record<string, string>> = { engine: 'E', trainer: 'T', tokenizer: 'K', runner: 'R' };
+
+export interface Answer<K extends RequestKind> {
+  readonly fields: ReplyFields<K>;
+  readonly frames: ReplyFrames<K>;
+}
+export interface RequestOptions {
+  readonly deadlineMs?: number | undefined; // over all tries
+  readonly signal?: AbortSignal | undefined; // withdraws the request: the worker gets `cancel`
+}
+export type EventHandler<K extends EventKind> = (fields: Fields<K>, frames: Frames<K>) => void;
+export type RequestHandler<K extends RequestKind> = (
+  fields: Fields<K>,
+  frames: Frames<K>,
+  signal: AbortSignal, // aborted by `cancel`, by the deadline of the request, and when the requester is lost
+) => Promise<Answer<K>>;
+
+type AnyFields = Readonly<Record<string, unknown>>;
+type AnyFrames = Readonly<Record<string, FrameArray | undefined>>;
+interface AnyAnswer {
+  readonly fields: AnyFields;
+  readonly frames: AnyFrames;
+}
+type Counters = Record<string, number>;
+
+function newCounters(): Counters {
+  return {
+    repeated_seq: 0,
+    refused: 0, // processes that were not welcome
+    after_end: 0, // messages from refused or lost processes
+    late_reply: 0, // the requester had stopped waiting
+    unknown_reply: 0,
+    unhandled_event: 0,
+    retries: 0,
+    deadlines: 0,
+    cancelled: 0,
+    sent_to_lost: 0, // events, dropped
+    lost: 0,
+  };
+}
+
+function add(counters: Counters, key: string): void {
+  counters[key] = (counters[key] ?? 0) + 1;
+}
+
+// ---- One direction each way, the same on both sides ----
+
+interface Pending {
+  readonly kind: Kind;
+  readonly seq: number;
+  readonly settle: (outcome: AnyAnswer | Error) => void;
+  abandoned: boolean; // nobody waits any more, but its one reply is still to come
+}
+
+interface ChannelArgs {
+  readonly letter: string; // who this side is, as the table spells it
+  readonly peerName: string; // for error messages
+  readonly counters: Counters;
+  readonly onError: (error: Error) => void;
+  readonly onBroken: (reason: string) => void;
+  readonly hold: boolean; // keep requests and events, but for lanes and the handshake, until `release`
+}
+
+/** seq, ids, correlation, deadlines, cancellation and retries between two processes. */
+class Channel {
+  readonly #args: ChannelArgs;
+  readonly #pending = new Map<number, Pending>();
+  readonly #running = new Map<number, AbortController>(); // requests of the other side that are being answered here
+  readonly #events = new Map<string, (fields: AnyFields, frames: AnyFrames) => void>();
+  readonly #handlers = new Map<
+    string,
+    (fields: AnyFields, frames: AnyFrames, signal: AbortSignal) => Promise<AnyAnswer>
+  >();
+  readonly #unsent: { readonly seq: number; readonly bytes: number }[] = []; // in order of seq
+  #transmit: ((parts: Buffer[]) => void) | null = null;
+  #otherLetter = '';
+  #nextSeq = 0;
+  #expectedSeq = 0;
+  #nextId = 0;
+  #held: Decoded[] | null; // arrived before `release`; null = released
+  #lost: string | null = null;
+  unsentBytes = 0;
+
+  constructor(args: ChannelArgs) {
+    this.#args = args;
+    this.#held = args.hold ? [] : null;
+  }
+
+  /** The other side is known: from here on messages flow. */
+  open(transmit: (parts: Buffer[]) => void, otherLetter: string, expectedSeq: number): void {
+    this.#transmit = transmit;
+    this.#otherLetter = otherLetter;
+    this.#expectedSeq = expectedSeq;
+  }
+
+  get isOpen(): boolean {
+    return this.#transmit !== null && this.#lost === null;
+  }
+
+  /** Highest seq that arrived, -1 = none. */
+  get received(): number {
+    return this.#expectedSeq - 1;
+  }
+
+  on<K extends EventKind>(kind: K, handler: EventHandler<K>): void {
+    this.#events.set(kind, handler as unknown as (fields: AnyFields, frames: AnyFrames) => void);
+  }
+
+  handle<K extends RequestKind>(kind: K, handler: RequestHandler<K>): void {
+    this.#handlers.set(
+      kind,
+      handler as unknown as (fields: AnyFields, frames: AnyFrames, signal: AbortSignal) => Promise<AnyAnswer>,
+    );
+  }
+
+  send(kind: Kind, fields: AnyFields, frames: AnyFrames = {}): void {
+    if (this.#lost !== null) return add(this.#args.counters, 'sent_to_lost');
+    this.#post({ kind, fields, frames });
+  }
+
+  async request(kind: Kind, fields: AnyFields, frames: AnyFrames, options: RequestOptions): Promise<AnyAnswer> {
+    const end = performance.now() + (options.deadlineMs ?? Number.POSITIVE_INFINITY);
+    for (let failures = 0; ; ) {
+      try {
+        return await this.#requestOnce(kind, fields, frames, end, options.signal);
+      } catch (error) {
+        const again = error instanceof RemoteError && (error.type === 'overloaded' || error.type === 'failed');
+        if (!again || (error.type === 'failed' && !(PURE_KINDS.has(kind) && failures++ < MAX_FAILED_RETRIES)))
+          throw error;
+        const wait = error.type === 'overloaded' ? (error.retryAfterMs ?? OVERLOADED_WAIT_MS) : 0;
+        if (performance.now() + wait >= end) throw error;
+        add(this.#args.counters, 'retries');
+        if (wait > 0) await sleep(wait, undefined, options.signal ? { signal: options.signal } : {}).catch(() => {}); // aborted: seen below
+      }
+    }
+  }
+
+  #requestOnce(
+    kind: Kind,
+    fields: AnyFields,
+    frames: AnyFrames,
+    end: number,
+    signal?: AbortSignal,
+  ): Promise<AnyAnswer> {
+    return new Promise((resolve, reject) => {
+      if (signal?.aborted) throw this.#cancelledError(kind);
+      if (this.#lost !== null) throw new RemoteError('lost', this.#lost);
+      const left = end - performance.now();
+      const id = this.#nextId++;
+      const seq = this.#post({
+        kind,
+        id,
+        fields,
+        frames,
+        ...(left < Number.POSITIVE_INFINITY && { deadlineMs: left }),
+      });
+      if (this.#lost !== null) throw new RemoteError('lost', this.#lost); // this very message was too much
+      const onAbort = () => this.#abandon(id, 'cancelled', this.#cancelledError(kind));
+      const timer =
+        left <= MAX_TIMER_MS
+          ? setTimeout(() => this.#abandon(id, 'deadlines', this.#deadlineError(kind)), Math.max(0, left))
+          : undefined;
+      signal?.addEventListener('abort', onAbort, { once: true });
+      const settle = (outcome: AnyAnswer | Error) => {
+        clearTimeout(timer);
+        signal?.removeEventListener('abort', onAbort);
+        if (outcome instanceof Error) reject(outcome);
+        else resolve(outcome);
+      };
+      this.#pending.set(id, { kind, seq, settle, abandoned: false });
+    });
+  }
+
+  #cancelledError(kind: Kind): RemoteError {
+    return new RemoteError('cancelled', `${kind} to ${this.#args.peerName} was cancelled`);
+  }
+
+  #deadlineError(kind: Kind): RemoteError {
+    return new RemoteError('deadline', `${kind} to ${this.#args.peerName} was not answered before its deadline`);
+  }
+
+  /** Stop waiting. The entry stays until the reply arrives: each request has exactly one, and it is counted. */
+  #abandon(id: number, counter: string, error: RemoteError): void {
+    const pending = this.#pending.get(id);
+    if (!pending || pending.abandoned) return;
+    pending.abandoned = true;
+    add(this.#args.counters, counter);
+    if (this.isOpen && this.#args.letter === 'C') {
+      // Workers cannot cancel: what they ask of the controller has its own message for that (abort_turn).
+      const cancelId = this.#nextId++;
+      const seq = this.#post({ kind: 'cancel', id: cancelId, fields: { request: id } });
+      this.#pending.set(cancelId, { kind: 'cancel', seq, settle: () => {}, abandoned: false });
+    }
+    pending.settle(error);
+  }
+
+  /** Throws ProtocolError when the other side broke the protocol. True when it was a reply (invariant 4). */
+  receive(opened: Opened): boolean {
+    const { counters, peerName } = this.#args;
+    if (opened.seq < this.#expectedSeq) {
+      add(counters, 'repeated_seq');
+      return false;
+    }
+    if (opened.seq > this.#expectedSeq) {
+      throw new ProtocolError(`Expected message ${this.#expectedSeq} of ${peerName}, got ${opened.seq}`, 'seq');
+    }
+    this.#expectedSeq++;
+    if (opened.re !== null) {
+      this.#onReply(opened, opened.re);
+      return true;
+    }
+    const message = this.#checked(opened);
+    if (message && this.#held && !isPrompt(message.kind as Kind)) this.#held.push(message);
+    else if (message) this.#onCall(message);
+    return false;
+  }
+
+  /** A worker answers an ill-formed request with the field's name; from a worker it is a broken protocol. */
+  #checked(opened: Opened): Decoded | null {
+    try {
+      const message = decodeBody(opened);
+      const { from, to } = MESSAGES[message.kind as Kind];
+      if (!speaks(from, this.#otherLetter) || !speaks(to, this.#args.letter)) {
+        throw new ProtocolError(`${message.kind} does not go from ${this.#args.peerName} to here`, 'kind');
+      }
+      return message;
+    } catch (error) {
+      if (!(error instanceof ProtocolError) || opened.id === null || this.#args.letter === 'C') throw error;
+      const refusal = new RemoteError('bad_request', error.message, { field: error.field });
+      this.#post({ kind: 'error', re: opened.id, fields: { ...errorFields(refusal) } });
+      return null;
+    }
+  }
+
+  /** Handlers are in place: what waited is handled now, in order. */
+  release(): void {
+    const held = this.#held ?? [];
+    this.#held = null;
+    for (const message of held) this.#onCall(message);
+  }
+
+  #onReply(opened: Opened, re: number): void {
+    const pending = this.#pending.get(re);
+    if (!pending) return add(this.#args.counters, 'unknown_reply');
+    const { kind, fields, frames } = decodeBody(opened, pending.kind);
+    if (kind !== 'ok' && kind !== 'error') throw new ProtocolError(`${kind}.re must be absent`, 're');
+    this.#pending.delete(re);
+    this.acknowledge(pending.seq); // messages are taken in order, so whatever came before it arrived too
+    if (pending.abandoned) add(this.#args.counters, 'late_reply');
+    else pending.settle(kind === 'ok' ? { fields, frames } : remoteError(fields as unknown as ErrorFields));
+  }
+
+  #onCall(message: Decoded): void {
+    if (message.id !== null) return void this.#answer(message, message.id); // never rejects
+    const handler = this.#events.get(message.kind);
+    if (!handler) return add(this.#args.counters, 'unhandled_event');
+    try {
+      handler(message.fields, message.frames);
+    } catch (error) {
+      this.#args.onError(asError(error));
+    }
+  }
+
+  async #answer({ kind, fields, frames, deadlineMs }: Decoded, id: number): Promise<void> {
+    const controller = new AbortController();
+    this.#running.set(id, controller);
+    const timer =
+      deadlineMs !== null && deadlineMs <= MAX_TIMER_MS ? setTimeout(() => controller.abort(), deadlineMs) : undefined;
+    try {
+      const handler = this.#handlers.get(kind);
+      if (!handler) throw new RemoteError('unsupported', `Nothing here answers ${kind}`, { field: 'kind' });
+      const answer = await handler(fields, frames, controller.signal);
+      if (this.isOpen) this.#post({ kind: 'ok', re: id, fields: answer.fields, frames: answer.frames }, kind as Kind);
+    } catch (error) {
+      if (this.isOpen) this.#post({ kind: 'error', re: id, fields: { ...errorFields(asError(error)) } });
+    } finally {
+      clearTimeout(timer);
+      this.#running.delete(id);
+    }
+  }
+
+  /** `cancel` arrived. The request still gets its own reply, from its handler. */
+  cancelRunning(id: number): void {
+    this.#running.get(id)?.abort();
+  }
+
+  #post(message: Omit<Parameters<typeof encode>[0], 'seq'>, answers: Kind | null = null): number {
+    if (!this.#transmit)
+      throw new Error(`Cannot send ${message.kind} to ${this.#args.peerName}: it has not said hello`);
+    const seq = this.#nextSeq;
+    const parts = encode({ ...message, seq }, answers);
+    this.#nextSeq++;
+    const bytes = parts.reduce((sum, part) => sum + part.length, 0);
+    this.#transmit(parts);
+    if (this.#args.letter === 'C') {
+      this.#unsent.push({ seq, bytes });
+      this.unsentBytes += bytes;
+      if (this.unsentBytes > MAX_UNSENT_BYTES) {
+        this.#args.onBroken(`${this.unsentBytes} bytes are unsent, at most ${MAX_UNSENT_BYTES}`);
+      }
+    }
+    return seq;
+  }
+
+  /** The other side has everything up to `seq`. */
+  acknowledge(seq: number): void {
+    let taken = 0;
+    for (const entry of this.#unsent) {
+      if (entry.seq > seq) break;
+      this.unsentBytes -= entry.bytes;
+      taken++;
+    }
+    this.#unsent.splice(0, taken);
+  }
+
+  /** What waits on whom, for a look at a process that seems to hang. */
+  describe(): string {
+    const waiting = [...this.#pending].map(([id, { kind }]) => `${kind} ${id}`).join(', ') || 'nothing';
+    const running = [...this.#running.keys()].join(', ') || 'none';
+    return `Waits for replies of ${this.#args.peerName}: ${waiting}. Answers requests: ${running}.`;
+  }
+
+  /** The other side is gone: everything pending rejects, everything running is told. */
+  close(reason: string): void {
+    if (this.#lost !== null) return;
+    this.#lost = reason;
+    for (const pending of this.#pending.values()) {
+      if (!pending.abandoned) pending.settle(new RemoteError('lost', reason));
+    }
+    this.#pending.clear();
+    this.#unsent.length = 0;
+    this.unsentBytes = 0;
+    for (const controller of this.#running.values()) controller.abort();
+  }
+}
+
+/** Whether the letters of the table's `from` or `to` mean this side. */
+function speaks(letters: string, letter: string): boolean {
+  return letters.includes(letter) || (letters.includes('W') && letter !== 'C');
+}
+
+/** Lanes and the handshake do not wait for handlers. */
+function isPrompt(kind: Kind): boolean {
+  return 'io' in MESSAGES[kind] || kind === 'welcome' || kind === 'refused';
+}
+
+interface ErrorFields {
+  readonly type: string;
+  readonly message: string;
+  readonly field: string | null;
+  readonly traceback: string | null;
+  readonly retry_after_ms: number | null;
+}
+
+function errorFields(error: Error): ErrorFields {
+  if (!(error instanceof RemoteError)) {
+    const traceback = error.stack ?? null;
+    return { type: 'failed', message: error.message, field: null, traceback, retry_after_ms: null };
+  }
+  const { message, field, traceback, retryAfterMs } = error;
+  // `lost` speaks of the link to some third process; passed on as it is, it would be taken for this link.
+  return {
+    type: error.type === 'lost' ? 'failed' : error.type,
+    message,
+    field,
+    traceback,
+    retry_after_ms: retryAfterMs,
+  };
+}
+
+function remoteError({ type, message, field, traceback, retry_after_ms }: ErrorFields): RemoteError {
+  if (!(ERROR_TYPES as readonly string[]).includes(type))
+    throw new ProtocolError(`Unknown error type ${type}`, 'error.type');
+  return new RemoteError(type as ErrorType, message, { field, traceback, retryAfterMs: retry_after_ms });
+}
+
+function asError(thrown: unknown): Error {
+  return thrown instanceof Error ? thrown : new Error(String(thrown));
+}
+
+/** Leave the stack of the receive loop, so that the process ends by an uncaught exception that shows the bug. */
+function crash(error: Error): void {
+  setImmediate(() => {
+    throw error;
+  });
+}
+
+interface Deferred<T> {
+  readonly promise: Promise<T>;
+  readonly resolve: (value: T) => void;
+  readonly reject: (error: Error) => void;
+}
+
+function deferred<T>(): Deferred<T> {
+  let resolve: (value: T) => void = () => {};
+  let reject: (error: Error) => void = () => {};
+  const promise = new Promise<T>((res, rej) => {
+    resolve = res;
+    reject = rej;
+  });
+  promise.catch(() => {}); // nobody has to await it
+  return { promise, resolve, reject };
+}
+
+const isLoopback = (endpoint: string): boolean =>
+  /^tcp:\/\/(127\.\d+\.\d+\.\d+|localhost|\[::1\]):(\d+|\*)$/.test(endpoint);
+
+// ---- Controller side ----
+
+/** What the bus knows of one worker process; Peer is its public face. */
+interface Seat {
+  readonly workerId: string;
+  readonly incarnation: number;
+  readonly secret: string;
+  readonly options: Json;
+  readonly channel: Channel;
+  readonly hello: Deferred<Fields<'hello'>>;
+  readonly ready: Deferred<Json>;
+  readonly lost: Deferred<Error>;
+  readonly declareLost: (reason: string) => void;
+  lostReason: Error | null;
+  isReady: boolean;
+  lastHeard: number;
+  stats: Readonly<Record<string, number>>;
+}
+
+/** One process of one worker id, as the controller sees it. Made by Bus.expect. Methods may be called after its loss. */
+export class Peer {
+  readonly #seat: Seat;
+
+  constructor(seat: Seat) {
+    this.#seat = seat;
+  }
+
+  get workerId(): string {
+    return this.#seat.workerId;
+  }
+  /** 0 for the first process of this id, one more for each that replaces it. */
+  get incarnation(): number {
+    return this.#seat.incarnation;
+  }
+  /** Resolves when the process was welcomed; rejects when it is lost before. */
+  get hello(): Promise<Fields<'hello'>> {
+    return this.#seat.hello.promise;
+  }
+  /** Resolves with the info of `ready`; rejects when it is lost before. */
+  get ready(): Promise<Json> {
+    return this.#seat.ready.promise;
+  }
+  /** Resolves once, with the reason. Never rejects. */
+  get lost(): Promise<Error> {
+    return this.#seat.lost.promise;
+  }
+  get isLost(): boolean {
+    return this.#seat.lostReason !== null;
+  }
+  /** Said hello and was not lost since. */
+  get isConnected(): boolean {
+    return this.#seat.channel.isOpen;
+  }
+  get isReady(): boolean {
+    return this.#seat.isReady;
+  }
+  /** performance.now() of its last message, or of Bus.expect. */
+  get lastHeard(): number {
+    return this.#seat.lastHeard;
+  }
+  /** What it last published, from heartbeats. */
+  get stats(): Readonly<Record<string, number>> {
+    return this.#seat.stats;
+  }
+  /** Bytes sent that it has not confirmed to have received. */
+  get unsentBytes(): number {
+    return this.#seat.channel.unsentBytes;
+  }
+
+  /** Rejects with RemoteError (`lost` when the peer is gone), or with ProtocolError when the request is ill-formed. */
+  request<K extends RequestKind>(
+    kind: K,
+    fields: Fields<K>,
+    frames?: Frames<K>,
+    options: RequestOptions = {},
+  ): Promise<Answer<K>> {
+    return this.#seat.channel.request(kind, fields as AnyFields, (frames ?? {}) as AnyFrames, options) as Promise<
+      Answer<K>
+    >;
+  }
+
+  /** Events to a lost peer are dropped and counted. Throws ProtocolError when ill-formed. */
+  send<K extends EventKind>(kind: K, fields: Fields<K>, frames?: Frames<K>): void {
+    this.#seat.channel.send(kind, fields as AnyFields, frames as AnyFrames | undefined);
+  }
+
+  /** One handler per kind; the latest counts. It must not throw. */
+  on<K extends EventKind>(kind: K, handler: EventHandler<K>): void {
+    this.#seat.channel.on(kind, handler);
+  }
+
+  /** One handler per kind; calls start in the order of arrival and run concurrently. */
+  handle<K extends RequestKind>(kind: K, handler: RequestHandler<K>): void {
+    this.#seat.channel.handle(kind, handler);
+  }
+
+  /** For those who see what the bus cannot: a process that exited, a silence. May be called twice; the first counts. */
+  declareLost(reason: string): void {
+    this.#seat.declareLost(reason);
+  }
+}
+
+export interface ListenOptions {
+  readonly heartbeatMs?: number; // told to workers in `welcome`
+  readonly endpoint?: string; // default: loopback, a free port
+  readonly onError?: (error: Error) => void; // errors of event handlers; default: end the process
+}
+
+/** The controller's end. `listen` starts it, `close` ends it; workers are launched elsewhere (launch.ts). */
+export class Bus {
+  readonly endpoint: string;
+  readonly counters: Counters = newCounters();
+  readonly #socket: Router;
+  readonly #heartbeatMs: number;
+  readonly #onError: (error: Error) => void;
+  readonly #seats = new Map<string, Seat>(); // by worker id: its newest process
+  readonly #links = new Map<string, Seat>(); // by routing id, from hello until lost
+  readonly #ended = new Set<string>(); // routing ids refused or lost: nothing of theirs is read any more
+  readonly #loop: Promise<void>;
+  #closed = false;
+
+  static async listen(options: ListenOptions = {}): Promise<Bus> {
+    const endpoint = options.endpoint ?? 'tcp://127.0.0.1:*';
+    if (!isLoopback(endpoint)) {
+      throw new Error(`Cannot listen on ${endpoint}: without encryption only loopback addresses are served`);
+    }
+    const socket = new Router({
+      mandatory: true,
+      handover: true,
+      linger: 0,
+      sendHighWaterMark: 0,
+      receiveHighWaterMark: 0,
+      sendTimeout: 0, // a send is handed over at once or fails, so no queue is needed here
+      heartbeatInterval: ZMTP_HEARTBEAT_MS,
+      heartbeatTimeout: ZMTP_TIMEOUT_MS,
+    });
+    await socket.bind(endpoint);
+    return new Bus(socket, options);
+  }
+
+  /** Use Bus.listen. */
+  constructor(socket: Router, options: ListenOptions) {
+    invariant(socket.lastEndpoint, 'the bus is made of a bound socket');
+    this.endpoint = socket.lastEndpoint;
+    this.#socket = socket;
+    this.#heartbeatMs = options.heartbeatMs ?? HEARTBEAT_MS;
+    this.#onError = options.onError ?? crash;
+    this.#loop = this.#receiveLoop().catch((error) => this.#onError(asError(error)));
+  }
+
+  /** Announce a worker before its process starts. The same id again replaces the process before it. */
+  expect(workerId: string, secret: string, options: Json): Peer {
+    const before = this.#seats.get(workerId);
+    before?.declareLost('replaced by a new process');
+    const seat: Seat = {
+      workerId,
+      incarnation: before ? before.incarnation + 1 : 0,
+      secret,
+      options,
+      channel: new Channel({
+        letter: 'C',
+        peerName: workerId,
+        counters: this.counters,
+        onError: this.#onError,
+        onBroken: (reason) => this.#lose(seat, reason),
+        hold: false,
+      }),
+      hello: deferred(),
+      ready: deferred(),
+      lost: deferred(),
+      declareLost: (reason) => this.#lose(seat, reason),
+      lostReason: null,
+      isReady: false,
+      lastHeard: performance.now(),
+      stats: {},
+    };
+    seat.channel.on('ready', ({ info }) => {
+      seat.isReady = true;
+      seat.ready.resolve(info);
+    });
+    seat.channel.on('heartbeat', ({ received, stats }) => {
+      seat.stats = stats;
+      seat.channel.acknowledge(received);
+    });
+    this.#seats.set(workerId, seat);
+    return new Peer(seat);
+  }
+
+  #lose(seat: Seat, reason: string): void {
+    if (seat.lostReason) return;
+    seat.lostReason = new Error(`${seat.workerId}: ${reason}`);
+    add(this.counters, 'lost');
+    for (const [routingId, other] of this.#links) {
+      if (other !== seat) continue;
+      this.#links.delete(routingId);
+      this.#ended.add(routingId);
+    }
+    seat.channel.close(seat.lostReason.message);
+    seat.hello.reject(seat.lostReason);
+    seat.ready.reject(seat.lostReason);
+    seat.lost.resolve(seat.lostReason);
+  }
+
+  async #receiveLoop(): Promise<void> {
+    let sliceEnd = 0;
+    while (!this.#closed) {
+      let message: Buffer[];
+      try {
+        message = await this.#socket.receive();
+      } catch (error) {
+        if (this.#closed) return; // closing ends a receive in progress
+        throw error;
+      }
+      const isReply = this.#onMessage(message);
+      if (isReply || performance.now() > sliceEnd) {
+        await nextTurn();
+        sliceEnd = performance.now() + SLICE_MS;
+      }
+    }
+  }
+
+  #onMessage([routing, ...parts]: Buffer[]): boolean {
+    invariant(routing, 'a ROUTER message starts with its routing id');
+    const routingId = routing.toString('latin1');
+    if (this.#ended.has(routingId)) {
+      add(this.counters, 'after_end');
+      return false;
+    }
+    const seat = this.#links.get(routingId);
+    try {
+      const opened = openMessage(parts);
+      if (!seat) {
+        this.#welcome(routing, routingId, opened);
+        return false;
+      }
+      seat.lastHeard = performance.now();
+      return seat.channel.receive(opened);
+    } catch (error) {
+      if (!(error instanceof ProtocolError)) throw error;
+      if (seat) this.#lose(seat, error.message);
+      else this.#refuse(routing, routingId, error.message);
+      return false;
+    }
+  }
+
+  /** The first message of a process. Throws ProtocolError when it is not welcome. */
+  #welcome(routing: Buffer, routingId: string, opened: Opened): void {
+    if (opened.kind !== 'hello' || opened.seq !== 0)
+      throw new ProtocolError(`Expected hello, got ${opened.kind}`, 'kind');
+    const hello = decodeBody(opened).fields as unknown as Fields<'hello'>;
+    if (hello.protocol_version !== PROTOCOL_VERSION) {
+      throw new ProtocolError(`Protocol version ${hello.protocol_version}, this side speaks ${PROTOCOL_VERSION}`);
+    }
+    const seat = this.#seats.get(hello.worker_id);
+    if (!seat || seat.lostReason) throw new ProtocolError(`No worker ${hello.worker_id} is expected`);
+    if (!routingId.startsWith(`${hello.worker_id}.`)) throw new ProtocolError('Routing id and worker id differ');
+    if (!equalSecrets(seat.secret, hello.secret)) throw new ProtocolError(`Wrong secret for ${hello.worker_id}`);
+    if (seat.channel.isOpen) throw new ProtocolError(`${hello.worker_id} is already connected`);
+    const letter = Object.hasOwn(LETTERS, hello.worker_kind) ? LETTERS[hello.worker_kind] : undefined;
+    if (!letter) throw new ProtocolError(`Unknown worker kind ${hello.worker_kind}`);
+    this.#links.set(routingId, seat);
+    seat.lastHeard = performance.now();
+    seat.channel.open((parts) => this.#transmit(seat, [routing, ...parts]), letter, 1);
+    const { incarnation, options } = seat;
+    seat.channel.send('welcome', { incarnation, options, heartbeat_ms: this.#heartbeatMs });
+    seat.hello.resolve(hello);
+  }
+
+  #refuse(routing: Buffer, routingId: string, reason: string): void {
+    add(this.counters, 'refused');
+    this.#ended.add(routingId);
+    const message = [routing, ...encode({ kind: 'refused', seq: 0, fields: { reason } })];
+    this.#socket.send(message).catch(() => {}); // it may be gone already
+  }
+
+  #transmit(seat: Seat, message: Buffer[]): void {
+    if (this.#closed) return;
+    this.#socket.send(message).catch((error: Error) => this.#lose(seat, `its link is gone (${error.message})`));
+  }
+
+  /** Every peer is lost afterwards; the port is free when it resolves. May be called twice. */
+  async close(): Promise<void> {
+    if (!this.#closed) {
+      this.#closed = true;
+      for (const seat of this.#seats.values()) this.#lose(seat, 'the bus was closed');
+      // Closing alone would leave the port to the I/O thread's leisure.
+      const freed = new Promise<void>((resolve) => this.#socket.events.on('close', () => resolve()));
+      this.#socket.unbindSync(this.endpoint); // unbind would touch the socket from another thread while it is being read
+      await Promise.race([freed, sleep(UNBIND_MS, undefined, { ref: false })]);
+      this.#socket.close();
+    }
+    await this.#loop;
+  }
+}
+
+function equalSecrets(a: string, b: string): boolean {
+  const [left, right] = [Buffer.from(a), Buffer.from(b)];
+  return left.length === right.length && timingSafeEqual(left, right);
+}
+
+// ---- Worker side ----
+
+/** The controller did not want this process: other version, other secret, nobody of that name expected. */
+export class RefusedError extends Error {}
+
+export interface ConnectArgs {
+  readonly endpoint: string;
+  readonly workerId: string;
+  readonly secret: string;
+  readonly workerKind: string;
+  readonly capabilities: Json;
+  /** A lost or refused link ends the process, unless this is given; a refusal then rejects `connect`. */
+  readonly onLost?: (reason: string) => void;
+  readonly onError?: (error: Error) => void; // errors of event handlers; default: end the process
+}
+
+/**
+ * A worker's end, for workers written in TypeScript. `ping`, `stacks`, `stats`, `cancel` and `stop` are answered here.
+ * Requests and events that arrive before `ready` wait for it, so handlers may be registered after `connect`.
+ */
+export class WorkerLink {
+  /** Published with heartbeats; write into it or replace it. */
+  stats: Record<string, number> = {};
+  readonly counters: Counters = newCounters();
+  readonly #args: ConnectArgs;
+  readonly #socket: Dealer;
+  readonly #channel: Channel;
+  readonly #welcomed = deferred<Fields<'welcome'>>();
+  readonly #stopped = deferred<void>();
+  #welcome: Fields<'welcome'> | null = null;
+  #closed = false;
+  #heartbeat: NodeJS.Timeout | undefined;
+  #unacknowledged = 0; // bytes since the last heartbeat
+
+  /** Resolves after `welcome`. A refusal prints its reason and exits 3. */
+  static async connect(args: ConnectArgs): Promise<WorkerLink> {
+    const link = new WorkerLink(args);
+    await link.#welcomed.promise;
+    return link;
+  }
+
+  /** Use WorkerLink.connect. */
+  constructor(args: ConnectArgs) {
+    this.#args = args;
+    this.#socket = new Dealer({
+      routingId: `${args.workerId}.${randomBytes(16).toString('hex')}`,
+      linger: LINGER_MS,
+      sendHighWaterMark: 0,
+      receiveHighWaterMark: 0,
+      sendTimeout: 0,
+      heartbeatInterval: ZMTP_HEARTBEAT_MS,
+      heartbeatTimeout: ZMTP_TIMEOUT_MS,
+      reconnectInterval: -1,
+    });
+    const lose = (reason: string) => this.#lose(reason);
+    this.#channel = new Channel({
+      letter: LETTERS[args.workerKind] ?? '',
+      peerName: 'the controller',
+      counters: this.counters,
+      onError: args.onError ?? crash,
+      onBroken: lose,
+      hold: true,
+    });
+    this.#channel.open((parts) => this.#transmit(parts), 'C', 0);
+    this.#answerLanes();
+    for (const event of ['disconnect', 'close'] as const) {
+      this.#socket.events.on(event, () => lose('the link to the controller is gone'));
+    }
+    this.#socket.connect(args.endpoint);
+    this.#channel.send('hello', {
+      protocol_version: PROTOCOL_VERSION,
+      worker_kind: args.workerKind,
+      worker_id: args.workerId,
+      pid: process.pid,
+      host: hostname(),
+      secret: args.secret,
+      capabilities: args.capabilities,
+    });
+    this.#receiveLoop().catch((error) => (args.onError ?? crash)(asError(error)));
+  }
+
+  get options(): Json {
+    invariant(this.#welcome, 'a link is given out after welcome');
+    return this.#welcome.options;
+  }
+  get incarnation(): number {
+    invariant(this.#welcome, 'a link is given out after welcome');
+    return this.#welcome.incarnation;
+  }
+  /** Resolves when `stop` was received (and answered). The caller then finishes, closes and exits. */
+  get stopped(): Promise<void> {
+    return this.#stopped.promise;
+  }
+
+  /** Model loaded, handlers registered: what waited is handled now. */
+  ready(info: Json): void {
+    this.#channel.send('ready', { info });
+    this.#channel.release();
+  }
+
+  /** As Peer.request; the signal stops the waiting here but tells the controller nothing. */
+  request<K extends RequestKind>(
+    kind: K,
+    fields: Fields<K>,
+    frames?: Frames<K>,
+    options: RequestOptions = {},
+  ): Promise<Answer<K>> {
+    return this.#channel.request(kind, fields as AnyFields, (frames ?? {}) as AnyFrames, options) as Promise<Answer<K>>;
+  }
+  /** As Peer.send. */
+  send<K extends EventKind>(kind: K, fields: Fields<K>, frames?: Frames<K>): void {
+    this.#channel.send(kind, fields as AnyFields, frames as AnyFrames | undefined);
+  }
+  /** As Peer.on. */
+  on<K extends EventKind>(kind: K, handler: EventHandler<K>): void {
+    this.#channel.on(kind, handler);
+  }
+  /** As Peer.handle. */
+  handle<K extends RequestKind>(kind: K, handler: RequestHandler<K>): void {
+    this.#channel.handle(kind, handler);
+  }
+
+  /** What was sent before still goes out, even when the process exits next. May be called twice. */
+  async close(): Promise<void> {
+    if (this.#closed) return;
+    this.#closed = true;
+    clearInterval(this.#heartbeat);
+    this.#channel.close('the link was closed');
+    this.#socket.close();
+  }
+
+  #answerLanes(): void {
+    const nothing = { fields: {}, frames: {} };
+    this.#channel.on('welcome', (welcome) => {
+      this.#welcome = welcome;
+      this.#heartbeat = setInterval(() => this.#beat(), welcome.heartbeat_ms);
+      this.#beat();
+      this.#welcomed.resolve(welcome);
+    });
+    this.#channel.on('refused', ({ reason }) => this.#lose(reason));
+    this.#channel.handle('ping', async () => nothing);
+    this.#channel.handle('stacks', async () => ({
+      fields: { text: `${this.#channel.describe()}\n${stacks()}` },
+      frames: {},
+    }));
+    this.#channel.handle('stats', async () => ({ fields: { stats: this.#finiteStats() }, frames: {} }));
+    this.#channel.handle('cancel', async ({ request }) => {
+      this.#channel.cancelRunning(request);
+      return nothing;
+    });
+    this.#channel.handle('stop', async () => {
+      setImmediate(() => this.#stopped.resolve()); // the answer goes first
+      return nothing;
+    });
+  }
+
+  #beat(): void {
+    this.#unacknowledged = 0;
+    this.#channel.send('heartbeat', { received: this.#channel.received, stats: this.#finiteStats() });
+  }
+
+  #finiteStats(): Record<string, number> {
+    const finite = Object.entries(this.stats).filter(([, value]) => Number.isFinite(value));
+    const dropped = Object.keys(this.stats).length - finite.length;
+    return { ...Object.fromEntries(finite), ...(dropped > 0 && { wire_stats_not_finite: dropped }) };
+  }
+
+  async #receiveLoop(): Promise<void> {
+    let sliceEnd = 0;
+    while (!this.#closed) {
+      let parts: Buffer[];
+      try {
+        parts = await this.#socket.receive();
+      } catch (error) {
+        if (this.#closed) return;
+        throw error;
+      }
+      const isReply = this.#onMessage(parts);
+      if (isReply || performance.now() > sliceEnd) {
+        await nextTurn();
+        sliceEnd = performance.now() + SLICE_MS;
+      }
+    }
+  }
+
+  #onMessage(parts: Buffer[]): boolean {
+    this.#unacknowledged += parts.reduce((sum, part) => sum + part.length, 0);
+    try {
+      const isReply = this.#channel.receive(openMessage(parts));
+      if (this.#unacknowledged >= ACK_BYTES && this.#welcome) this.#beat();
+      return isReply;
+    } catch (error) {
+      if (!(error instanceof ProtocolError)) throw error;
+      this.#lose(error.message); // before welcome most likely the other version, which the message names
+      return false;
+    }
+  }
+
+  #transmit(parts: Buffer[]): void {
+    if (!this.#closed) this.#socket.send(parts).catch((error: Error) => this.#lose(error.message));
+  }
+
+  #lose(reason: string): void {
+    if (this.#closed) return;
+    const refused = this.#welcome === null;
+    void this.close(); // never rejects
+    this.#welcomed.reject(new RefusedError(reason));
+    if (this.#args.onLost) return this.#args.onLost(reason);
+    console.error(`${this.#args.workerId} ${refused ? 'refused' : 'ends'}: ${reason}`);
+    process.exit(refused ? EXIT_REFUSED : 1);
+  }
+}
+
+// ---- The process of a worker written in TypeScript ----
+
+export interface WorkerArgs {
+  readonly endpoint: string;
+  readonly workerIds: string[]; // several when one process hosts several workers
+  readonly secrets: Record<string, string>; // by worker id
+}
+
+/**
+ * Reads argv and the first line of stdin, then watches stdin for the end of the parent. Call it once, first thing in
+ * main. SIGUSR1 prints the stack from here on, instead of opening Node's debugger.
+ */
+export async function readWorkerArgs(): Promise<WorkerArgs> {
+  let endpoint = '';
+  const workerIds: string[] = [];
+  const argv = process.argv.slice(2);
+  for (let i = 0; i < argv.length; i += 2) {
+    const value = argv[i + 1] ?? '';
+    if (argv[i] === '--endpoint') endpoint = value;
+    else if (argv[i] === '--worker-id') workerIds.push(value);
+    else throw new Error(`Unknown argument ${argv[i]}: a worker takes --endpoint and --worker-id`);
+  }
+  if (!endpoint || workerIds.length === 0) throw new Error('A worker needs --endpoint and --worker-id');
+  process.on('SIGUSR1', () => console.error(stacks()));
+  const line = JSON.parse(readFirstLine()) as { secret?: string; secrets?: Record<string, string> };
+  const secrets = line.secrets ?? Object.fromEntries(workerIds.map((id) => [id, line.secret ?? '']));
+  watchParent();
+  return { endpoint, workerIds, secrets };
+}
+
+/** Byte by byte, so that nothing behind the line is lost to a buffer. */
+function readFirstLine(): string {
+  const byte = Buffer.alloc(1);
+  const bytes: number[] = [];
+  while (readSync(0, byte, 0, 1, null) === 1) {
+    if (byte[0] === 0x0a) return Buffer.from(bytes).toString();
+    bytes.push(byte[0] as number);
+  }
+  throw new Error('The parent closed stdin before it sent the secret');
+}
+
+/** A thread of its own: the event loop may be held up by an agent's code just when the parent dies. */
+function watchParent(): void {
+  const program = `
+    const { Socket } = require('node:net');
+    const die = () => {
+      try {
+        process.kill(-process.pid, 'SIGKILL'); // the group: programs that the worker started, too
+      } finally {
+        process.kill(process.pid, 'SIGKILL'); // where the process leads no group
+      }
+    };
+    new Socket({ fd: 0, readable: true, writable: false }).on('end', die).on('error', die).resume();`;
+  new Worker(program, { eval: true, execArgv: [], env: {}, stdin: false }).unref();
+}
+
+function stacks(): string {
+  return `Event loop of process ${process.pid}\n${new Error('now').stack}\nOpen: ${process.getActiveResourcesInfo().join(' ')}`;
+}

@@ -1,0 +1,287 @@
+/**
+ * Start, watch and stop worker processes on this host.
+ *
+ *   start -> spawn (own process group, secret on stdin) -> hello, ready (bus.ts) -> stop | kill | exit seen
+ *
+ * Invariants
+ *   1. Every child leads its own process group and holds the other end of a stdin pipe: when this process dies, in
+ *      whatever way, each child sees end-of-file and kills its group.
+ *   2. Whenever a child is gone, its whole group is killed, so that what it started goes too.
+ *   3. A child that exits is a lost peer at once, with exit code or signal and the last line of its log; the process
+ *      of a peer that was lost in any other way is killed.
+ *   4. A silent child is killed only after silenceMs (silenceReadyMs until `ready`), counted in turns of this
+ *      process's own clock: time in which this event loop was held up counts for nobody.
+ * The secret travels by stdin, never by argv or environment. Children are not reached by a terminal's Ctrl-C: whoever
+ * handles signals calls stopAll or killAllNow. Not here: other hosts, restarts (generator.ts, dispatch.ts decide them).
+ */
+import { type ChildProcess, spawn } from 'node:child_process';
+import { randomBytes } from 'node:crypto';
+import { closeSync, existsSync, fstatSync, mkdirSync, openSync, readSync } from 'node:fs';
+import { createRequire } from 'node:module';
+import { dirname, isAbsolute, join, resolve } from 'node:path';
+import { setTimeout as sleep } from 'node:timers/promises';
+import { fileURLToPath, pathToFileURL } from 'node:url';
+import type { Bus, Peer } from './bus.ts';
+import { invariant, type Json } from './types.ts';
+
+const ROOT = resolve(dirname(fileURLToPath(import.meta.url)), '..');
+const STOP_GRACE_MS = 10_000;
+const STACKS_MS = 5_000;
+const SUPERVISE_MS = 500;
+/** An exit is often seen before the last message of that process has passed through the socket. */
+const LAST_WORDS_MS = 50;
+const LOG_TAIL_BYTES = 64 * 1024;
+/** One thread per process, nothing from the network, nothing buffered. `spec.env` adds to it. */
+const WORKER_ENV = {
+  OMP_NUM_THREADS: '1',
+  MKL_NUM_THREADS: '1',
+  TOKENIZERS_PARALLELISM: 'false',
+  HF_HUB_OFFLINE: '1',
+  PYTHONUNBUFFERED: '1',
+};
+
+export interface WorkerSpec {
+  readonly id: string;
+  readonly kind: 'engine' | 'trainer' | 'tokenizer' | 'runner';
+  readonly command: readonly string[]; // pythonCommand, nodeCommand
+  readonly options: Json; // travel in `welcome`
+  readonly env?: Readonly<Record<string, string>>;
+}
+
+export interface Exit {
+  readonly code: number | null;
+  readonly signal: string | null; // both null: the program could not be started
+}
+
+/** A started worker. Several share one process when they came from startMany. */
+export interface Worker {
+  readonly spec: WorkerSpec;
+  readonly peer: Peer;
+  readonly pid: number; // -1 when the program could not be started
+  readonly exited: Promise<Exit>; // never rejects
+  readonly log: { readonly path: string; readonly from: number }; // from: where this process began to write
+}
+
+interface Process {
+  readonly child: ChildProcess;
+  readonly workers: readonly Worker[];
+  readonly silentMs: Map<Worker, { heard: number; silent: number }>;
+  isExited: boolean;
+  isCondemned: boolean; // found silent; being killed
+}
+
+export interface LauncherArgs {
+  readonly bus: Bus;
+  readonly logDir: string;
+  readonly silenceMs: number;
+  readonly silenceReadyMs: number;
+  readonly print?: (text: string) => void; // what a person should see; default stderr
+}
+
+/** Owns the worker processes. End it with stopAll, before the bus is closed. */
+export class Launcher {
+  readonly #args: LauncherArgs;
+  readonly #print: (text: string) => void;
+  readonly #processes = new Set<Process>();
+  #timer: NodeJS.Timeout | undefined;
+  #lastTick = 0;
+
+  constructor(args: LauncherArgs) {
+    this.#args = args;
+    this.#print = args.print ?? ((text) => void process.stderr.write(`${text}\n`));
+    mkdirSync(args.logDir, { recursive: true });
+  }
+
+  /** Does not wait: `worker.peer.ready` tells. A program that cannot be started is a lost peer. */
+  start(spec: WorkerSpec): Worker {
+    const [worker] = this.startMany([spec]);
+    invariant(worker, 'one spec makes one worker');
+    return worker;
+  }
+
+  /** Several workers hosted by one process; the command and environment of the first count, its id names the log. */
+  startMany(specs: readonly WorkerSpec[]): Worker[] {
+    const first = specs[0];
+    invariant(first, 'startMany needs at least one spec');
+    const secrets = Object.fromEntries(specs.map((spec) => [spec.id, randomBytes(16).toString('hex')]));
+    const peers = specs.map((spec) => this.#args.bus.expect(spec.id, secrets[spec.id] as string, spec.options));
+    const path = join(this.#args.logDir, `${first.id}.log`);
+    const log = openSync(path, 'a');
+    const from = fstatSync(log).size;
+    const child = this.#spawn(first, specs, log);
+    closeSync(log); // the child has its own
+    const exited = exitOf(child);
+    const workers = specs.map((spec, i) => {
+      return { spec, peer: peers[i] as Peer, pid: child.pid ?? -1, exited, log: { path, from } };
+    });
+    this.#watch({ child, workers, silentMs: new Map(), isExited: false, isCondemned: false }, exited);
+    child.stdin?.on('error', () => {}); // it may end before it has read its secret; its exit tells
+    child.stdin?.write(`${JSON.stringify(specs.length === 1 ? { secret: secrets[first.id] } : { secrets })}\n`);
+    return workers;
+  }
+
+  #spawn(first: WorkerSpec, specs: readonly WorkerSpec[], log: number): ChildProcess {
+    const [program, ...args] = first.command;
+    invariant(program, `the command of ${first.id} is empty`);
+    const ids = specs.flatMap((spec) => ['--worker-id', spec.id]);
+    return spawn(program, [...args, '--endpoint', this.#args.bus.endpoint, ...ids], {
+      detached: true,
+      stdio: ['pipe', log, log],
+      env: { ...process.env, ...WORKER_ENV, ...first.env },
+    });
+  }
+
+  #watch(proc: Process, exited: Promise<Exit>): void {
+    this.#processes.add(proc);
+    if (!this.#timer) {
+      this.#lastTick = performance.now();
+      this.#timer = setInterval(() => this.#supervise(), SUPERVISE_MS).unref();
+    }
+    for (const { peer } of proc.workers) {
+      void peer.lost.then(() => proc.isExited || killGroup(proc.child)); // never rejects
+    }
+    void exited.then((exit) => this.#onExit(proc, exit)); // never rejects
+  }
+
+  async #onExit(proc: Process, { code, signal }: Exit): Promise<void> {
+    proc.isExited = true;
+    killGroup(proc.child); // what it started and left behind
+    this.#processes.delete(proc);
+    if (this.#processes.size === 0) {
+      clearInterval(this.#timer);
+      this.#timer = undefined;
+    }
+    await sleep(LAST_WORDS_MS);
+    const how = signal ? `was ended by ${signal}` : code === null ? 'could not be started' : `exited with code ${code}`;
+    for (const worker of proc.workers) {
+      const cause = logTail(worker, 1);
+      worker.peer.declareLost(`the process ${how}${cause && `: ${cause}`}`);
+    }
+  }
+
+  // ---- Silence ----
+
+  /** One turn of the clock. However late it comes, it counts as at most one period of silence (invariant 4). */
+  #supervise(): void {
+    const now = performance.now();
+    const turn = Math.min(now - this.#lastTick, SUPERVISE_MS);
+    this.#lastTick = now;
+    for (const proc of this.#processes) {
+      const worker = proc.isCondemned ? undefined : proc.workers.find((each) => this.#isTooSilent(proc, each, turn));
+      if (!worker) continue;
+      proc.isCondemned = true;
+      void this.#condemn(proc, worker); // never rejects
+    }
+  }
+
+  #isTooSilent(proc: Process, worker: Worker, turnMs: number): boolean {
+    if (worker.peer.isLost) return false;
+    const { lastHeard } = worker.peer;
+    const before = proc.silentMs.get(worker);
+    const silent = before?.heard === lastHeard ? before.silent + turnMs : 0;
+    proc.silentMs.set(worker, { heard: lastHeard, silent });
+    return silent > (worker.peer.isReady ? this.#args.silenceMs : this.#args.silenceReadyMs);
+  }
+
+  async #condemn(proc: Process, worker: Worker): Promise<void> {
+    const seconds = Math.round((proc.silentMs.get(worker)?.silent ?? 0) / 1000);
+    const stacks = await this.#stacks(worker);
+    this.#print(`${worker.spec.id} was silent for ${seconds} s and is killed. ${stacks}`);
+    worker.peer.declareLost(`silent for ${seconds} s`);
+    killGroup(proc.child);
+  }
+
+  /** By both ways: the message needs a living I/O thread, the signal writes to the log even where that one hangs. */
+  async #stacks(worker: Worker): Promise<string> {
+    if (!worker.peer.isConnected) return 'It never said hello.';
+    signalProcess(worker.pid, 'SIGUSR1'); // after hello a handler is installed
+    try {
+      const { fields } = await worker.peer.request('stacks', {}, {}, { deadlineMs: STACKS_MS });
+      return `Its stacks:\n${fields.text}`;
+    } catch {
+      return `It does not answer; its log ends with:\n${logTail(worker, 40)}`;
+    }
+  }
+
+  // ---- The end ----
+
+  /** Ask it to finish; after graceMs kill its group. Resolves when it is reaped. May be called twice. */
+  async stop(worker: Worker, graceMs = STOP_GRACE_MS): Promise<void> {
+    if (!worker.peer.isConnected) return this.kill(worker);
+    const timer = setTimeout(() => void this.kill(worker), graceMs); // never rejects
+    worker.peer.request('stop', {}, {}, { deadlineMs: graceMs }).catch(() => {}); // the timer kills what does not answer
+    await worker.exited;
+    clearTimeout(timer);
+  }
+
+  /** SIGKILL to its group. Resolves when it is reaped; the peer is lost then. Never rejects. */
+  async kill(worker: Worker): Promise<void> {
+    for (const proc of this.#processes) if (proc.workers.includes(worker)) killGroup(proc.child);
+    await worker.exited;
+    worker.peer.declareLost('killed');
+  }
+
+  async stopAll(graceMs = STOP_GRACE_MS): Promise<void> {
+    const workers = [...this.#processes].flatMap((proc) => proc.workers);
+    await Promise.all(workers.map((worker) => this.stop(worker, graceMs)));
+  }
+
+  /** Synchronous, for a second Ctrl-C: nothing is waited for. */
+  killAllNow(): void {
+    for (const proc of this.#processes) killGroup(proc.child);
+  }
+}
+
+function exitOf(child: ChildProcess): Promise<Exit> {
+  return new Promise((done) => {
+    child.once('exit', (code, signal) => done({ code, signal }));
+    child.once('error', () => {
+      if (child.pid === undefined) done({ code: null, signal: null }); // could not be started
+    });
+  });
+}
+
+function killGroup(child: ChildProcess): void {
+  if (child.pid !== undefined) signalProcess(-child.pid, 'SIGKILL');
+}
+
+/** A process that is gone already is no error. */
+function signalProcess(pid: number, signal: NodeJS.Signals): void {
+  try {
+    process.kill(pid, signal);
+  } catch (error) {
+    if ((error as NodeJS.ErrnoException).code !== 'ESRCH') throw error;
+  }
+}
+
+// ---- Commands ----
+
+/** A script of workers/ under `python`, MOLT_PYTHON, or the interpreter that scripts/setup.sh made. */
+export function pythonCommand(script: string, python?: string): string[] {
+  const venv = join(ROOT, '.venv', 'bin', 'python');
+  const program = python ?? process.env.MOLT_PYTHON ?? (existsSync(venv) ? venv : null);
+  if (!program) throw new Error(`Cannot run ${script}: no ${venv}; run scripts/setup.sh, or set MOLT_PYTHON`);
+  return [program, isAbsolute(script) ? script : join(ROOT, 'workers', script)];
+}
+
+/** A TypeScript file, relative to the repository, under Node with tsx; works from any directory. */
+export function nodeCommand(script: string): string[] {
+  const tsx = pathToFileURL(createRequire(import.meta.url).resolve('tsx')).href;
+  return [process.execPath, '--import', tsx, isAbsolute(script) ? script : join(ROOT, script)];
+}
+
+/** The last lines that this process wrote, for error messages; '' when it wrote nothing. */
+export function logTail(worker: Worker, lines: number): string {
+  const { path, from } = worker.log;
+  const file = openSync(path, 'r');
+  try {
+    const { size } = fstatSync(file);
+    const start = Math.max(from, size - LOG_TAIL_BYTES);
+    const bytes = Buffer.alloc(Math.max(0, size - start));
+    const read = readSync(file, bytes, 0, bytes.length, start);
+    const text = bytes.toString('utf8', 0, read).trimEnd();
+    return text.split('\n').slice(-lines).join('\n');
+  } finally {
+    closeSync(file);
+  }
+}

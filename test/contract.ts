@@ -1,0 +1,194 @@
+/**
+ * What the contract suites share: a bus with real processes behind it, and for every kind of worker how to start it and
+ * how to make models for it. A new engine joins all suites as one row of `KINDS`.
+ *
+ * Used by engine_contract, trainer_contract and tokenizer_contract tests.
+ */
+import { execFile } from 'node:child_process';
+import { mkdirSync, mkdtempSync, readFileSync, rmSync, writeFileSync } from 'node:fs';
+import { tmpdir } from 'node:os';
+import { join } from 'node:path';
+import { promisify } from 'node:util';
+import { crc32 } from 'node:zlib';
+import { Bus } from '../molt/bus.ts';
+import { Launcher, logTail, nodeCommand, pythonCommand, type Worker, type WorkerSpec } from '../molt/launch.ts';
+import type { ReplyFields } from '../molt/protocol.ts';
+import type { Json } from '../molt/types.ts';
+import { initialWeights, packWeights } from '../workers/simulated_model.ts';
+
+export type TensorTable = ReplyFields<'push_weights'>['tensors'];
+export type WorkerKind = 'engine' | 'trainer' | 'tokenizer';
+
+export interface Kind {
+  readonly name: string;
+  readonly command: (role: WorkerKind) => readonly string[];
+  /** Two policies of one shape, as directories. */
+  readonly makeModels: (dir: string) => Promise<[string, string]>;
+  /** Added to the options of an engine; steps must take long enough for a message to arrive between two. */
+  readonly engineOptions: { readonly [key: string]: Json };
+  readonly startMs: number; // generous
+}
+
+export const simulated: Kind = {
+  name: 'simulated',
+  command: () => nodeCommand('workers/simulated.ts'),
+  makeModels: async (dir) =>
+    [1, 2].map((seed) => {
+      const path = join(dir, `simulated-${seed}`);
+      mkdirSync(path);
+      writeFileSync(join(path, 'model.safetensors'), packWeights(initialWeights(seed)));
+      return path;
+    }) as [string, string],
+  engineOptions: { script: { latency_ms: { step: 2 } } },
+  startMs: 30_000,
+};
+
+const MAKE_TINY = `
+import sys
+sys.path.insert(0, 'test')
+from tiny_models import make_model
+for seed, path in enumerate(sys.argv[2:]):
+    make_model(sys.argv[1], path, seed=seed)
+`;
+export const torch: Kind = {
+  name: 'torch',
+  command: (role) => pythonCommand(role === 'engine' ? 'engine_torch.py' : `${role}.py`),
+  makeModels: async (dir) => {
+    const paths: [string, string] = [join(dir, 'tiny-1'), join(dir, 'tiny-2')];
+    const [python] = pythonCommand('engine_torch.py') as [string];
+    const env = { ...process.env, OMP_NUM_THREADS: '1', HF_HUB_OFFLINE: '1' };
+    await promisify(execFile)(python, ['-c', MAKE_TINY, 'dense_tied', ...paths], { env });
+    return paths;
+  },
+  engineOptions: {},
+  startMs: 120_000,
+};
+
+/** A temporary directory, a bus and its workers. `close` ends them all. */
+export class Cell {
+  readonly dir = mkdtempSync(join(tmpdir(), 'molt-contract-'));
+  readonly bus: Bus;
+  readonly launcher: Launcher;
+
+  static async open(): Promise<Cell> {
+    return new Cell(await Bus.listen());
+  }
+
+  private constructor(bus: Bus) {
+    this.bus = bus;
+    this.launcher = new Launcher({ bus, logDir: this.dir, silenceMs: 60_000, silenceReadyMs: 120_000 });
+  }
+
+  /** Resolves when the worker is ready; rejects with the end of its log when it is lost before. */
+  async start(spec: WorkerSpec): Promise<Worker> {
+    return ready(this.launcher.start(spec));
+  }
+
+  async startMany(specs: readonly WorkerSpec[]): Promise<Worker[]> {
+    return Promise.all(this.launcher.startMany(specs).map(ready));
+  }
+
+  async close(): Promise<void> {
+    await this.launcher.stopAll(5_000);
+    await this.bus.close();
+    rmSync(this.dir, { recursive: true, force: true });
+  }
+}
+
+async function ready(worker: Worker): Promise<Worker> {
+  try {
+    await worker.peer.ready;
+    return worker;
+  } catch (cause) {
+    throw new Error(`${worker.spec.id} did not start:\n${logTail(worker, 30)}`, { cause });
+  }
+}
+
+/** Start trainer ranks of one model: one process each, or one for all where the kind is simulated. */
+export function startRanks(cell: Cell, kind: Kind, args: { name: string; model: string; worldSize: number }): Promise<Worker[]> {
+  const specs = Array.from({ length: args.worldSize }, (_, rank): WorkerSpec => {
+    const id = `trainer-${args.name}${rank}`;
+    return { id, kind: 'trainer', command: kind.command('trainer'), options: trainerOptions(cell, args, rank) };
+  });
+  return kind === simulated ? cell.startMany(specs) : Promise.all(specs.map((spec) => cell.start(spec)));
+}
+
+function trainerOptions(cell: Cell, args: { name: string; model: string; worldSize: number }, rank: number): Json {
+  return {
+    model_path: args.model,
+    rank,
+    world_size: args.worldSize,
+    rendezvous: `file://${join(cell.dir, `rendezvous-${args.name}`)}`,
+    device: 'cpu',
+    param_dtype: 'float32',
+    attn_implementation: 'sdpa',
+    gradient_checkpoint: false,
+    logprob_chunk: 64,
+    optim: { lr: 0.01, betas: [0.9, 0.95], eps: 1e-8, weight_decay: 0, max_norm: 1 },
+    seed: 0,
+    deterministic: true,
+  };
+}
+
+export function engineOptions(kind: Kind, model: string, more: { readonly [key: string]: Json } = {}): Json {
+  const common = { device: 'cpu', dtype: 'float32', max_requests: 64, max_len: 512, prefill_tokens: 256, seed: 0 };
+  return { model_path: model, ...common, ...kind.engineOptions, ...more };
+}
+
+// ---- Weights ----
+
+const SAFETENSORS_DTYPES: Readonly<Record<string, string>> = { F32: 'f32', BF16: 'bf16' };
+
+/** The segment file that a trainer with this model would push, and its table. */
+export function writeSegment(modelPath: string, segment: string): TensorTable {
+  const file = readFileSync(join(modelPath, 'model.safetensors'));
+  const start = 8 + Number(file.readBigUInt64LE());
+  const { __metadata__, ...header } = JSON.parse(file.toString('utf8', 8, start)) as Record<
+    string,
+    { dtype: string; shape: number[]; data_offsets: [number, number] }
+  >;
+  const chunks: Buffer[] = [];
+  let offset = 0;
+  const table = Object.entries(header).map(([name, tensor]) => {
+    const bytes = file.subarray(start + tensor.data_offsets[0], start + tensor.data_offsets[1]);
+    const padding = Buffer.alloc((64 - (bytes.length % 64)) % 64);
+    chunks.push(bytes, padding);
+    const dtype = SAFETENSORS_DTYPES[tensor.dtype] ?? tensor.dtype;
+    const entry = { name, dtype, shape: tensor.shape, offset, bytes: bytes.length, crc32: crc32(bytes) };
+    offset += bytes.length + padding.length;
+    return entry;
+  });
+  writeFileSync(segment, Buffer.concat(chunks));
+  return table;
+}
+
+/** Flips one bit of the last tensor in the file: damage in flight, since the table stays. */
+export function corruptLast(segment: string, table: TensorTable): void {
+  const { offset } = table.at(-1) as TensorTable[number];
+  const bytes = readFileSync(segment);
+  bytes.writeUInt8(bytes.readUInt8(offset) ^ 1, offset);
+  writeFileSync(segment, bytes);
+}
+
+/** Transposes the first square matrix and its checksum with it: right bytes, right shape, wrong meaning. */
+export function swapLayout(segment: string, table: TensorTable): TensorTable {
+  const square = table.find((t) => t.shape.length === 2 && t.shape[0] === t.shape[1]) as TensorTable[number];
+  const rows = square.shape[0] as number;
+  const bytes = readFileSync(segment);
+  const old = Buffer.from(bytes.subarray(square.offset, square.offset + square.bytes));
+  for (let i = 0; i < rows; i++) {
+    for (let j = 0; j < rows; j++) old.copy(bytes, square.offset + 4 * (j * rows + i), 4 * (i * rows + j), 4 * (i * rows + j + 1));
+  }
+  writeFileSync(segment, bytes);
+  const swapped = crc32(bytes.subarray(square.offset, square.offset + square.bytes));
+  return table.map((t) => (t === square ? { ...t, crc32: swapped } : t));
+}
+
+// ---- Numbers ----
+
+export function largestGap(a: ArrayLike<number>, b: ArrayLike<number>): number {
+  if (a.length !== b.length) return Number.POSITIVE_INFINITY;
+  let gap = 0;
+  for (let k = 0; k < a.length; k++) gap = Math.max(gap, Math.abs((a[k] as number) - (b[k] as number)));
+  return gap; // NaN stays NaN and fails every comparison
+}

@@ -1,0 +1,644 @@
+"""
+The embedded engine: continuous batching over an unmodified transformers model, one slot per request.
+
+    submit -> slot -> prefill (in chunks) -> decode, one token per step -> ended; the slot's text stays as a prefix
+
+    step = choose rows -> one forward over one packed line -> sample -> one `tokens` event
+
+State is one numpy array per property with an entry per slot, so that nothing in a decode step is done per request.
+`ids[slot, :known]` is the text of a slot, `ids[slot, :done]` the part whose keys and values exist; a request decodes
+when one token is missing, else its prompt is still being worked on.
+
+Invariants
+  1. A token is sampled by one version and carries it; events never span two, since weights change only while paused.
+  2. A request reuses a prefix only where every key was made by the current weights. Idle prefixes are dropped when
+     weights change; requests that go on with old keys (`keep`) are marked stale and are nobody's source.
+  3. The last prompt token always runs: its logits are needed.
+  4. What is sampled depends on the request, never on the batch (sampling.py).
+  5. Loading is all or nothing: a mismatch is fatal before the first byte is copied.
+
+Prefix reuse compares ids, over all slots: in place where nothing another conversation needs is lost, else by copying.
+A session id only breaks ties. A request whose prefix another one is just computing waits for it (a group of rollouts
+costs one prefill), and re-prefill after a refit shares in the same way.
+With bf16 the decoder layers compute in bf16; embedding, routers, last norm and lm_head stay fp32, as in model.py.
+Single-threaded and without a clock or socket: engine_torch.py drives it. Elsewhere called scheduler, LLM engine.
+"""
+
+import time
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from model import PARAM_DTYPES, check_family, check_loaded
+from runtime import WorkerError, bad_request, fatal, unsupported
+from sampling import sample, uniforms
+from slot_attention import ATTENTION, Chunk, Plan, SlotCache, on_device, plan_step
+from text_stream import TextStream
+from weights import WeightsError, hub_layout, load_into, verify_segment
+
+MIN_WAIT = 16  # tokens of prefill saved that are worth one step of waiting for another request's prefix
+RETRY_AFTER_MS = 50
+SCORE_LOGITS = 2**24  # fp32 logits that exist at a time while scoring
+SEED_MASK = 2**64 - 1
+EVERY = np.iinfo(np.int64).max
+MODES = ("keep", "drain", "abort")
+# Rotary embeddings whose frequencies depend on the longest position of the batch would make tokens depend on it too.
+UNSTEADY_ROPE = ("dynamic", "longrope")
+
+Event = tuple[dict[str, Any], dict[str, np.ndarray]]  # fields, frames of `tokens`
+
+
+@dataclass
+class Line:
+    """The rows of one step."""
+
+    ids: np.ndarray  # (T,)
+    slots: np.ndarray  # (T,)
+    positions: np.ndarray  # (T,)
+    decoding: int
+    chunks: list[Chunk]
+    sampled: np.ndarray  # slots that get a token
+    at: np.ndarray  # where in the line their logits come from
+
+
+@dataclass
+class Outbox:
+    """What the next `tokens` event carries besides freshly sampled tokens."""
+
+    ended: list[dict[str, Any]] = field(default_factory=list)
+    texts: dict[int, str] = field(default_factory=dict)  # handle -> text
+
+
+# ---- The model ----
+
+
+def load_model(path: str, dtype: str, device: str):
+    """Ready to be driven by Engine. Raises ModelError or ValueError with the cause."""
+    if dtype not in PARAM_DTYPES:
+        raise ValueError(f"Unknown dtype {dtype!r}, want one of {', '.join(PARAM_DTYPES)}")
+    model, report = AutoModelForCausalLM.from_pretrained(
+        path, dtype=torch.float32, attn_implementation=ATTENTION, output_loading_info=True
+    )
+    check_loaded(path, report)
+    return prepare_model(model, PARAM_DTYPES[dtype], device)
+
+
+def prepare_model(model, dtype: torch.dtype, device: str):
+    check_family(model.config)
+    rope = (getattr(model.config, "rope_parameters", None) or {}).get("rope_type", "default")
+    if rope in UNSTEADY_ROPE:
+        raise ValueError(f"Cannot serve rotary embeddings of type {rope!r}: they depend on the batch")
+    model.set_attn_implementation(ATTENTION)
+    model.base_model.layers.to(dtype)
+    if dtype != torch.float32:
+        for layer in model.base_model.layers:
+            router = getattr(layer.mlp, "gate", None)
+            if router is not None:
+                router.float()
+                router.register_forward_pre_hook(lambda module, args: (args[0].float(), *args[1:]))
+    hub_layout(model)  # made now, since a refit should not wait for it
+    return model.to(device).eval().requires_grad_(False)
+
+
+class Engine:
+    """Driven by one thread: calls take effect between steps. Methods raise WorkerError."""
+
+    def __init__(self, model, model_path: str, *, max_requests: int, max_len: int, prefill_tokens: int):
+        config = model.config
+        self.model = model
+        self.model_path = model_path
+        self.embedding, self.body, self.head = model.get_input_embeddings(), model.base_model, model.get_output_embeddings()
+        self.max_requests, self.max_len, self.prefill_tokens = max_requests, max_len, max(1, prefill_tokens)
+        self.vocab_size: int = config.vocab_size
+        self.device: torch.device = model.device
+        self.dtype: torch.dtype = model.base_model.layers[0].input_layernorm.weight.dtype
+        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        self.cache = SlotCache(
+            config.num_hidden_layers, config.num_key_value_heads, head_dim, self.dtype, self.device
+        )
+        self.version = 0
+        self.paused = False
+        self._epoch = -1
+        self._before = EVERY  # only handles below run: a draining pause
+        self._clear = False  # of the draining pause
+        self._pause_answer: Event | None = None
+        self._staged: dict[str, torch.Tensor] = {}
+        self._next_handle = 1
+        self._clock = 0
+        self._outbox = Outbox()
+        self.stats = {
+            name: 0.0
+            for name in ("running", "waiting", "tokens", "steps", "cached_tokens", "prefill_tokens", "busy_s", "late_aborts")
+        }
+        self._make_slots(max_requests, max_len)
+
+    def _make_slots(self, n: int, max_len: int) -> None:
+        integers = {name: np.zeros(n, dtype=np.int64) for name in ("handle", "known", "done", "prompt", "made", "limit")}
+        self.handle = integers["handle"]  # of the request in the slot; 0 = idle
+        self.known = integers["known"]  # tokens of text
+        self.done = integers["done"]  # of them, tokens with keys and values
+        self.prompt = integers["prompt"]  # tokens of the prompt
+        self.made = integers["made"]  # tokens sampled by this request
+        self.limit = integers["limit"]  # max_tokens
+        self.ids = np.zeros((n, max_len), dtype=np.int32)
+        self.fresh = np.zeros(n, dtype=bool)  # no prefix was looked for yet
+        self.stale = np.zeros(n, dtype=bool)  # some keys were made by older weights
+        self.cached = np.zeros(n, dtype=np.int64)
+        self.used = np.zeros(n, dtype=np.int64)  # clock of the last use
+        self.session = np.full(n, None, dtype=object)
+        self.seed = np.zeros(n, dtype=np.uint64)
+        self.first = np.zeros(n, dtype=np.int64)  # index of the first token made here within the turn: `already`
+        self.temperature = np.ones(n)
+        self.top_k = np.zeros(n, dtype=np.int64)
+        self.top_p = np.ones(n)
+        self.stop_ids = np.full((n, 1), -1, dtype=np.int64)  # padded with -1
+        self.streams: dict[int, TextStream] = {}  # by slot
+        self.wants_text: set[int] = set()  # slots
+
+    @cached_property
+    def tokenizer(self):
+        """Loaded by the first request that needs text; most training runs have none."""
+        try:
+            return AutoTokenizer.from_pretrained(self.model_path)
+        except (OSError, ValueError) as error:
+            raise unsupported(f"Text and stop strings need a tokenizer in {self.model_path}: {error}", "want_text") from error
+
+    def _decode(self, ids) -> str:
+        return self.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+
+    @property
+    def busy(self) -> bool:
+        """A step would do something."""
+        return not self.paused and bool(((self.handle > 0) & (self.handle < self._before)).any())
+
+    # ---- Requests ----
+
+    def submit(self, fields: dict[str, Any], prompt: np.ndarray) -> int:
+        """A handle. The request waits while the engine is paused."""
+        self._check(fields, prompt)
+        if (self.handle > 0).all():
+            raise WorkerError(
+                "overloaded", f"Engine has {self.max_requests} requests, its limit", retry_after_ms=RETRY_AFTER_MS
+            )
+        sampling = fields["sampling"]
+        stream = None
+        if fields["want_text"] or sampling["stop"]:
+            stream = TextStream(self._decode, prompt.tolist(), fields["already"], sampling["stop"])
+        slot = self._choose_slot(prompt, fields["session_id"])
+        handle, self._next_handle = self._next_handle, self._next_handle + 1
+        self.handle[slot] = handle
+        self.ids[slot, : len(prompt)] = prompt
+        self.known[slot] = self.prompt[slot] = len(prompt)
+        self.fresh[slot] = self.done[slot] == 0
+        self.cached[slot] = self.done[slot]
+        self.made[slot] = 0
+        self.session[slot] = fields["session_id"]
+        self._set_sampling(slot, sampling, fields["already"])
+        if stream:
+            self.streams[slot] = stream
+        if fields["want_text"]:
+            self.wants_text.add(slot)
+        self._publish()
+        return handle
+
+    def _check(self, fields: dict[str, Any], prompt: np.ndarray) -> None:
+        s, n = fields["sampling"], len(prompt)
+        if n == 0:
+            raise bad_request("The prompt is empty", "prompt")
+        self._check_ids(prompt, "prompt")
+        if not 0 <= fields["already"] < n:
+            raise bad_request(f"already must be 0 to {n - 1} for this prompt, got {fields['already']}", "already")
+        if fields["heads"] != 0:
+            raise unsupported("This engine returns no top-k heads", "heads")
+        if fields["want_routes"]:
+            raise unsupported("This engine returns no expert routes", "want_routes")
+        if not s["temperature"] >= 0:
+            raise bad_request(f"temperature must be at least 0, got {s['temperature']}", "sampling.temperature")
+        if not 0 < s["top_p"] <= 1:
+            raise bad_request(f"top_p must be in (0, 1], got {s['top_p']}", "sampling.top_p")
+        if s["top_k"] < 0:
+            raise bad_request(f"top_k must be at least 0, got {s['top_k']}", "sampling.top_k")
+        if s["max_tokens"] < 1:
+            raise bad_request(f"max_tokens must be at least 1, got {s['max_tokens']}", "sampling.max_tokens")
+        if n >= self.max_len:
+            raise bad_request(f"A prompt of {n} tokens leaves no room in max_len {self.max_len}", "prompt")
+        if n + s["max_tokens"] > self.max_len:
+            raise bad_request(
+                f"Prompt {n} + max_tokens {s['max_tokens']} is over max_len {self.max_len}", "sampling.max_tokens"
+            )
+        if "" in s["stop"]:
+            raise bad_request("A stop string is empty", "sampling.stop")
+        self._check_ids(np.array(s["stop_token_ids"], dtype=np.int64), "sampling.stop_token_ids")
+
+    def _check_ids(self, ids: np.ndarray, name: str) -> None:
+        outside = ids[(ids < 0) | (ids >= self.vocab_size)]
+        if outside.size:
+            raise bad_request(f"Token id {outside[0]} is outside the vocabulary of {self.vocab_size}", name)
+
+    def _set_sampling(self, slot: int, sampling: dict[str, Any], already: int) -> None:
+        self.limit[slot] = sampling["max_tokens"]
+        self.seed[slot] = np.uint64(sampling["seed"] & SEED_MASK)
+        self.first[slot] = already
+        self.temperature[slot] = sampling["temperature"]
+        self.top_k[slot] = sampling["top_k"]
+        self.top_p[slot] = sampling["top_p"]
+        stops = sampling["stop_token_ids"]
+        if len(stops) > self.stop_ids.shape[1]:
+            more = np.full((len(self.stop_ids), len(stops) - self.stop_ids.shape[1]), -1, dtype=np.int64)
+            self.stop_ids = np.concatenate((self.stop_ids, more), 1)
+        self.stop_ids[slot] = -1
+        self.stop_ids[slot, : len(stops)] = stops
+
+    def abort(self, handles: list[int]) -> Event | None:
+        """Handles that already ended are counted and passed over: their endings are on the way."""
+        slots = np.flatnonzero(np.isin(self.handle, [h for h in handles if h > 0]))
+        self.stats["late_aborts"] += len(set(handles)) - len(slots)
+        for slot in slots.tolist():
+            self._end(slot, "abort")
+        self._settle()
+        return self._event()
+
+    def _end(self, slot: int, reason: str, detail: str | None = None) -> None:
+        handle = int(self.handle[slot])
+        ending = {"handle": handle, "reason": reason, "detail": detail, "cached_tokens": int(self.cached[slot])}
+        self._outbox.ended.append(ending)
+        self.stats["cached_tokens"] += ending["cached_tokens"]
+        stream = self.streams.pop(slot, None)
+        if stream and slot in self.wants_text:
+            held = stream.end()
+            if held:
+                self._outbox.texts[handle] = self._outbox.texts.get(handle, "") + held
+        self.wants_text.discard(slot)
+        self.handle[slot] = 0
+        self.known[slot] = self.done[slot] = 0 if self.stale[slot] else self.done[slot]
+        self.stale[slot] = False
+        self.used[slot] = self._clock
+
+    # ---- Prefixes ----
+
+    def _common(self, text: np.ndarray) -> np.ndarray:
+        """(slots,) how many leading ids each slot's text has in common with this one."""
+        n = len(text)
+        common = np.zeros(len(self.known), dtype=np.int64)
+        if n == 0:
+            return common
+        near = np.flatnonzero((self.known > 0) & (self.ids[:, 0] == text[0]))
+        if near.size:
+            differs = self.ids[near, :n] != text
+            first = np.where(differs.any(1), differs.argmax(1), n)
+            common[near] = np.minimum(first, self.known[near])
+        return common
+
+    def _choose_slot(self, prompt: np.ndarray, session: str) -> int:
+        """An idle slot, cut to the prefix that it shares with the prompt."""
+        idle = self.handle == 0
+        common = np.where(self.stale, 0, np.minimum(self._common(prompt[:-1]), self.done))
+        mine = self.session == session
+        # In place where this is the longest prefix there is, and nothing else of the text can be wanted again.
+        spare = idle & (common > 0) & (common == common.max()) & (mine | (common == self.done))
+        if spare.any():
+            slot = int(np.flatnonzero(spare)[np.argmax(mine[spare])])
+            self.done[slot] = common[slot]
+            return slot
+        # Empty ones first and the lowest of them, so that running slots lie side by side; then the least useful text.
+        index = np.flatnonzero(idle)
+        slot = int(index[np.lexsort((index, self.used[index], ~mine[index], self.done[index] > 0))[0]])
+        self.done[slot] = 0
+        return slot
+
+    def _find_prefix(self, slot: int, done: np.ndarray, planned: np.ndarray) -> tuple[int, int] | None:
+        """
+        (source, length) of the longest prefix to copy, length 0 for none; None when it is worth waiting for the
+        requests `planned` in this step. `done` is what existed before the step.
+        """
+        common = self._common(self.ids[slot, : self.known[slot] - 1])
+        common[slot] = 0
+        common[self.stale] = 0
+        have = np.minimum(common, done)
+        source = int(have.argmax())
+        soon = common[planned].max(initial=0)
+        return None if soon >= have[source] + MIN_WAIT else (source, int(have[source]))
+
+    # ---- A step ----
+
+    @torch.inference_mode()
+    def step(self) -> Event | None:
+        """One forward. None where nothing was to be done or said."""
+        started = time.perf_counter()
+        line = self._choose_rows()
+        if line is None:
+            return None
+        self._clock += 1
+        self.cache.ensure(int(line.slots.max()) + 1, int(line.positions.max()) + 1, self.max_requests, self.max_len)
+        plan = plan_step(self.cache, line.slots, line.positions, line.decoding, line.chunks, self.dtype)
+        hidden = self._hidden(line.ids, line.positions, plan)
+        if line.chunks:
+            hidden = hidden.index_select(0, on_device(line.at, self.device))
+        event = self._advance(line, self._logits(hidden)) if line.sampled.size else None
+        self.stats["steps"] += 1
+        self.stats["prefill_tokens"] += len(line.ids) - line.decoding
+        self.stats["busy_s"] += time.perf_counter() - started
+        self._publish()
+        return event
+
+    def _choose_rows(self) -> Line | None:
+        slots = np.flatnonzero((self.handle > 0) & (self.handle < self._before))
+        if self.paused or slots.size == 0:
+            return None
+        missing = self.known[slots] - self.done[slots]
+        chunks: list[tuple[int, int, int]] = []  # slot, from, to
+        if (missing > 1).any() or self.fresh[slots].any():
+            chunks = self._choose_chunks(slots)
+            slots = slots[(self.known[slots] - self.done[slots] == 1) & ~self.fresh[slots]]
+        positions = self.done[slots]
+        ids = self.ids[slots, positions]
+        line = Line(ids, slots, positions, len(slots), [], slots, np.arange(len(slots)))
+        if chunks:
+            self._append_chunks(line, chunks)
+        return line
+
+    def _choose_chunks(self, slots: np.ndarray) -> list[tuple[int, int, int]]:
+        """Pieces of prompts within the budget, the oldest request first; prefixes are looked for and copied here."""
+        chunks, copies = [], {}
+        done, planned = self.done.copy(), np.zeros(len(self.done), dtype=bool)
+        budget = self.prefill_tokens
+        for slot in slots[np.argsort(self.handle[slots])].tolist():
+            if budget <= 0:
+                break
+            if self.fresh[slot]:
+                found = self._find_prefix(slot, done, planned)
+                if found is None:
+                    continue
+                source, length = found
+                self.fresh[slot] = False
+                self.done[slot] = length
+                if self.made[slot] == 0:
+                    self.cached[slot] = length
+                if length:
+                    copies.setdefault(length, []).append((slot, source))
+            count = min(int(self.known[slot] - self.done[slot]), budget)
+            if self.known[slot] - self.done[slot] > 1:
+                chunks.append((slot, int(self.done[slot]), int(self.done[slot]) + count))
+                planned[slot] = True
+                budget -= count
+        for length, pairs in copies.items():
+            to, source = zip(*pairs, strict=True)
+            self.cache.ensure(max(to) + 1, length, self.max_requests, self.max_len)
+            self.cache.copy_prefix(list(to), list(source), length)
+        return chunks
+
+    def _append_chunks(self, line: Line, chunks: list[tuple[int, int, int]]) -> None:
+        at = len(line.ids)
+        ids, slots, positions, ready, ends = [line.ids], [line.slots], [line.positions], [], []
+        for slot, start, end in chunks:
+            line.chunks.append(Chunk(at, at + end - start, start, slot))
+            ids.append(self.ids[slot, start:end])
+            slots.append(np.full(end - start, slot))
+            positions.append(np.arange(start, end))
+            at += end - start
+            if end == self.known[slot]:
+                ready.append(slot)
+                ends.append(at - 1)
+        line.ids, line.slots, line.positions = (np.concatenate(x) for x in (ids, slots, positions))
+        line.sampled = np.concatenate((line.sampled, np.array(ready, dtype=np.int64)))
+        line.at = np.concatenate((line.at, np.array(ends, dtype=np.int64)))
+
+    def _hidden(self, ids: np.ndarray, positions: np.ndarray, plan: Plan) -> torch.Tensor:
+        """(T, hidden) after the last norm."""
+        tokens = on_device(ids.astype(np.int64), self.device)[None]
+        out = self.body(
+            inputs_embeds=self.embedding(tokens).to(self.dtype),
+            position_ids=on_device(positions, self.device)[None],
+            use_cache=False,
+            plan=plan,
+        )
+        return out.last_hidden_state[0]
+
+    def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.head(hidden.to(self.head.weight.dtype))
+
+    def _advance(self, line: Line, logits: torch.Tensor) -> Event | None:
+        """Samples, moves every row on, ends those that are finished."""
+        slots = line.sampled
+        indexes = (self.first[slots] + self.made[slots]).astype(np.uint64)
+        draws = uniforms(self.seed[slots], indexes)
+        tokens, logprobs = sample(logits, self.temperature[slots], self.top_k[slots], self.top_p[slots], draws)
+        handles = self.handle[slots]
+        self._mark_done(line)
+        sound = np.isfinite(logprobs)
+        if not sound.all():
+            for slot in slots[~sound].tolist():
+                self._end(slot, "error", "the logits are not finite")
+            slots, tokens, logprobs, handles = slots[sound], tokens[sound], logprobs[sound], handles[sound]
+        self.ids[slots, self.known[slots]] = tokens
+        self.known[slots] += 1
+        self.made[slots] += 1
+        self.used[slots] = self._clock
+        self.stats["tokens"] += len(slots)
+        self._end_finished(slots, tokens)
+        self._settle()
+        return self._event(handles, tokens, logprobs)
+
+    def _mark_done(self, line: Line) -> None:
+        self.done[line.slots[: line.decoding]] += 1
+        for chunk in line.chunks:
+            self.done[chunk.slot] = chunk.start + chunk.last - chunk.first
+
+    def _end_finished(self, slots: np.ndarray, tokens: np.ndarray) -> None:
+        stopped = (tokens[:, None] == self.stop_ids[slots]).any(1)
+        finished = stopped | (self.made[slots] >= self.limit[slots])
+        strings = self._read_text(slots, tokens) if self.streams else {}
+        for row in np.flatnonzero(finished).tolist():
+            slot = int(slots[row])
+            if slot not in strings:
+                self._end(slot, "stop" if stopped[row] else "length")
+        for slot, string in strings.items():
+            self._end(slot, "stop", string)
+
+    def _read_text(self, slots: np.ndarray, tokens: np.ndarray) -> dict[int, str]:
+        """Slots that completed a stop string, with the string."""
+        found = {}
+        for slot, token in zip(slots.tolist(), tokens.tolist(), strict=True):
+            stream = self.streams.get(slot)
+            if stream is None:
+                continue
+            delta, string = stream.push(token)
+            if delta and slot in self.wants_text:
+                self._outbox.texts[int(self.handle[slot])] = delta
+            if string is not None:
+                found[slot] = string
+        return found
+
+    def _event(
+        self,
+        handles: np.ndarray | None = None,
+        tokens: np.ndarray | None = None,
+        logprobs: np.ndarray | None = None,
+    ) -> Event | None:
+        """The `tokens` event of what happened since the last one."""
+        outbox, self._outbox = self._outbox, Outbox()
+        none = np.zeros(0, dtype=np.int32)
+        handles, tokens, logprobs = (none if x is None else x for x in (handles, tokens, logprobs))
+        counts = np.ones(len(handles), dtype=np.int32)
+        texts: list[str] = []
+        if outbox.texts:
+            # Text that was held back until an abort comes without a token.
+            late = [h for h in outbox.texts if h not in set(handles.tolist())]
+            handles = np.concatenate((handles, np.array(late, dtype=handles.dtype)))
+            counts = np.concatenate((counts, np.zeros(len(late), dtype=np.int32)))
+            texts = [outbox.texts.get(h, "") for h in handles.tolist()]
+        if not len(handles) and not outbox.ended:
+            return None
+        frames = {
+            "handles": handles.astype(np.int32),
+            "counts": counts,
+            "ids": tokens.astype(np.int32),
+            "logprobs": logprobs.astype(np.float32),
+        }
+        return {"version": self.version, "texts": texts, "ended": outbox.ended}, frames
+
+    def _publish(self) -> None:
+        live = int(np.count_nonzero(self.handle))
+        running = 0 if self.paused else int(np.count_nonzero((self.handle > 0) & (self.done > 0)))
+        self.stats["running"], self.stats["waiting"] = running, live - running
+
+    # ---- Pause, load, resume ----
+
+    def pause(self, epoch: int, mode: str, clear_cache: bool) -> Event | None:
+        """Endings of mode abort. Repeating an epoch changes nothing. `pause_answer` tells when it took effect."""
+        if mode not in MODES:
+            raise bad_request(f"mode must be keep, drain or abort, got {mode}", "mode")
+        if epoch < self._epoch:
+            raise bad_request(f"Pause of epoch {epoch} comes after epoch {self._epoch}", "epoch")
+        if epoch == self._epoch:
+            return None
+        self._epoch, self._pause_answer, self._clear = epoch, None, clear_cache
+        if mode == "drain" and not self.paused:
+            self._before = min(self._before, self._next_handle)
+        else:
+            self._before = 0  # nothing is waited for
+        if mode == "abort":
+            for slot in np.flatnonzero(self.handle).tolist():
+                self._end(slot, "abort")
+        self._settle()
+        return self._event()
+
+    @property
+    def pause_answer(self) -> Event | None:
+        """Reply of the last pause; None while it drains."""
+        return self._pause_answer
+
+    def cancel_drain(self) -> None:
+        """The pause that drains is no longer wanted."""
+        if self._pause_answer is None:
+            self._epoch, self._before = -1, EVERY
+
+    def _settle(self) -> None:
+        """A pause takes effect once nothing that it waits for is left."""
+        if self._before == EVERY or ((self.handle > 0) & (self.handle < self._before)).any():
+            return
+        self.paused, self._before = True, EVERY
+        if self._clear:
+            self._forget(np.ones(len(self.handle), dtype=bool))
+        live = np.flatnonzero(self.handle)
+        live = live[np.argsort(self.handle[live])]
+        frames = {"handles": self.handle[live].astype(np.int32), "totals": self.made[live].astype(np.int32)}
+        self._pause_answer = {"version": self.version}, frames
+        self._publish()
+
+    def _forget(self, slots: np.ndarray) -> None:
+        """Keys of these slots (a mask) are void: idle ones are empty, requests prefill again."""
+        self.done[slots] = 0
+        self.stale[slots] = False
+        self.known[slots & (self.handle == 0)] = 0
+        self.fresh[slots & (self.handle > 0)] = True
+
+    def load_weights(self, fields: dict[str, Any]) -> dict[str, Any]:
+        """The reply. Any mismatch is fatal, and then the model is as it was."""
+        version, source = fields["version"], fields["source"]
+        if not self.paused:
+            raise bad_request(f"Cannot load version {version}: the engine is not paused", "version")
+        if source["transport"] != "file":
+            raise unsupported(f"Transport {source['transport']} is not known, want file", "source.transport")
+        started = time.perf_counter()
+        try:
+            tensors = verify_segment(source["path"], fields["tensors"])
+            twice = sorted(tensors.keys() & self._staged.keys())
+            if twice:
+                raise WeightsError(f"Tensor {twice[0]} was sent twice")
+            verified = time.perf_counter()
+            loaded = len(tensors)
+            if fields["last"]:
+                load_into(self.model, self._staged | tensors)
+                self._staged = {}
+                self._changed(version)
+            else:
+                # The file may be written again before the last part comes.
+                self._staged |= {name: tensor.clone() for name, tensor in tensors.items()}
+        except WeightsError as error:
+            raise fatal(f"Cannot load version {version}: {error}") from error
+        ended = time.perf_counter()
+        return {"loaded": loaded, "verify_ms": 1000 * (verified - started), "load_ms": 1000 * (ended - verified)}
+
+    def _changed(self, version: int) -> None:
+        self.version = version
+        # A request that has sampled nothing counts as new: it starts over with the new weights.
+        self._forget((self.handle == 0) | (self.made == 0))
+        self.stale |= self.done > 0
+
+    def resume(self, epoch: int) -> None:
+        if epoch != self._epoch:
+            raise bad_request(f"Cannot resume epoch {epoch}: the last pause was of epoch {self._epoch}", "epoch")
+        if self._pause_answer is None:
+            raise bad_request(f"Cannot resume epoch {epoch}: its pause still drains", "epoch")
+        if self._staged:
+            raise fatal(f"Cannot resume: {len(self._staged)} tensors were sent, the last one was not")
+        self.paused = False
+        self._publish()
+
+    # ---- Score ----
+
+    @torch.inference_mode()
+    def score(self, ids: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+        """(N,) logprobs at temperature 1; 0 for the first token of a row. Touches no slot, so it works at any time."""
+        self._check_ids(ids, "ids")
+        if (lengths < 0).any() or lengths.sum() != len(ids):
+            raise bad_request(f"lengths add up to {lengths.sum()}, there are {len(ids)} ids", "lengths")
+        out = np.zeros(len(ids), dtype=np.float32)
+        for first, last, rows in score_lines(lengths, self.prefill_tokens):
+            out[first:last] = self._score_line(ids[first:last].astype(np.int64), rows)
+        return out
+
+    def _score_line(self, ids: np.ndarray, lengths: list[int]) -> np.ndarray:
+        ends = np.cumsum(lengths)
+        chunks = [Chunk(int(end - n), int(end)) for end, n in zip(ends, lengths, strict=True)]
+        positions = np.concatenate([np.arange(n) for n in lengths])
+        hidden = self._hidden(ids, positions, Plan(None, chunks=chunks))
+        wanted = np.flatnonzero(positions > 0)
+        out = np.zeros(len(ids), dtype=np.float32)
+        at_a_time = max(1, SCORE_LOGITS // self.vocab_size)
+        for i in range(0, len(wanted), at_a_time):
+            part = wanted[i : i + at_a_time]
+            logits = self._logits(hidden.index_select(0, on_device(part - 1, self.device))).float()
+            target = on_device(ids[part], self.device)[:, None]
+            out[part] = logits.log_softmax(-1).gather(1, target)[:, 0].cpu().numpy()
+        return out
+
+
+def score_lines(lengths: np.ndarray, budget: int):
+    """Yields (first, last, row lengths): rows packed into lines of about `budget` tokens; a longer row is alone."""
+    first = last = 0
+    rows: list[int] = []
+    for n in lengths.tolist():
+        if rows and last - first + n > budget:
+            yield first, last, rows
+            first, rows = last, []
+        if n:
+            rows.append(n)
+            last += n
+    if rows:
+        yield first, last, rows
