@@ -31,6 +31,7 @@ export class Buffer {
   readonly #minMembers: number; // judged rollouts that a group needs to be trained
   readonly #maxStaleness: number;
   readonly #running = new Map<string, Running>();
+  readonly #numbers = new Map<string, number>(); // order of admission, of groups that are running or waiting
   #waiting: Group[] = []; // in the order they finished
   #training: readonly Group[] = [];
   #admitted = 0;
@@ -67,7 +68,7 @@ export class Buffer {
     invariant(this.capacity > 0, `no capacity for group ${groupId}`);
     invariant(!this.#running.has(groupId), `group ${groupId} admitted twice`);
     this.#running.set(groupId, { prompt, ended: [] });
-    this.#admitted++;
+    this.#numbers.set(groupId, this.#admitted++);
   }
 
   /** Book an ended rollout. A verdict when it was the last one of its group, null before that. */
@@ -82,6 +83,7 @@ export class Buffer {
     const judged = members.filter(isTrainable);
     const lost = members.filter((r) => !isTrainable(r));
     if (judged.length < this.#minMembers) {
+      this.#numbers.delete(rollout.groupId);
       this.#drop('incomplete_group');
       return { kind: 'dropped', reason: 'incomplete_group', lost };
     }
@@ -90,11 +92,15 @@ export class Buffer {
     return { kind: 'waiting', group, lost };
   }
 
-  /** Hand over one batch, first finished first. The groups count as training until `trained`. */
+  /**
+   * Hand over one batch: the groups that finished first, in the order they were admitted, so that the same groups give
+   * the same sums. They count as training until `trained`.
+   */
   take(): readonly Group[] {
     invariant(this.#training.length === 0, 'a batch is in training already');
     invariant(this.ready, `${this.#waiting.length} groups wait, a batch needs ${this.#batch}`);
-    this.#training = this.#waiting.splice(0, this.#batch);
+    this.#training = this.#waiting.splice(0, this.#batch).sort((a, b) => this.#order(a) - this.#order(b));
+    for (const group of this.#training) this.#numbers.delete(group.groupId);
     return this.#training;
   }
 
@@ -103,6 +109,10 @@ export class Buffer {
     this.#training = [];
     const { admitted, running, waiting, training, trained, dropped } = this.counts;
     invariant(admitted === running + waiting + training + trained + dropped, 'groups were lost or counted twice');
+  }
+
+  #order(group: Group): number {
+    return this.#numbers.get(group.groupId) ?? 0;
   }
 
   #drop(reason: DropReason): void {

@@ -54,8 +54,15 @@ const MAX_UNSENT_BYTES = 256 * 1024 * 1024;
 const ACK_BYTES = 16 * 1024 * 1024;
 /** Messages are handled for this long before timers and other sockets get their turn. */
 const SLICE_MS = 5;
-const LINGER_MS = 5_000;
-const UNBIND_MS = 1_000;
+/**
+ * How long a closed socket may still send. Two asserts of libzmq 4.3.5 end the whole process otherwise. Not 0: a socket
+ * that closes without lingering aborts when a connection breaks under a half-sent message (session_base.cpp,
+ * clean_pipes). And less than ZMTP_HEARTBEAT_MS: a heartbeat of a lingering socket whose connection broke aborts
+ * (github.com/zeromq/libzmq/issues/4841).
+ */
+const BUS_LINGER_MS = 400;
+const LINK_LINGER_MS = 1_500;
+const CLOSE_MS = 1_000;
 const OVERLOADED_WAIT_MS = 100;
 const MAX_FAILED_RETRIES = 2;
 const EXIT_REFUSED = 3;
@@ -600,7 +607,7 @@ export class Bus {
     const socket = new Router({
       mandatory: true,
       handover: true,
-      linger: 0,
+      linger: BUS_LINGER_MS,
       sendHighWaterMark: 0,
       receiveHighWaterMark: 0,
       sendTimeout: 0, // a send is handed over at once or fails, so no queue is needed here
@@ -756,11 +763,10 @@ export class Bus {
     if (!this.#closed) {
       this.#closed = true;
       for (const seat of this.#seats.values()) this.#lose(seat, 'the bus was closed');
-      // Closing alone would leave the port to the I/O thread's leisure.
-      const freed = new Promise<void>((resolve) => this.#socket.events.on('close', () => resolve()));
-      this.#socket.unbindSync(this.endpoint); // unbind would touch the socket from another thread while it is being read
-      await Promise.race([freed, sleep(UNBIND_MS, undefined, { ref: false })]);
+      // The I/O thread closes the port in its own time; unbind is no help, it races with the receive in progress.
+      const freed = new Promise<void>((resolve) => this.#socket.events.on('end', () => resolve()));
       this.#socket.close();
+      await Promise.race([freed, sleep(CLOSE_MS, undefined, { ref: false })]);
     }
     await this.#loop;
   }
@@ -782,7 +788,7 @@ export interface ConnectArgs {
   readonly secret: string;
   readonly workerKind: string;
   readonly capabilities: Json;
-  /** A lost or refused link ends the process, unless this is given; a refusal then rejects `connect`. */
+  /** A lost link ends the process and its group, a refused one exits 3; unless this is given (tests). */
   readonly onLost?: (reason: string) => void;
   readonly onError?: (error: Error) => void; // errors of event handlers; default: end the process
 }
@@ -817,7 +823,7 @@ export class WorkerLink {
     this.#args = args;
     this.#socket = new Dealer({
       routingId: `${args.workerId}.${randomBytes(16).toString('hex')}`,
-      linger: LINGER_MS,
+      linger: LINK_LINGER_MS,
       sendHighWaterMark: 0,
       receiveHighWaterMark: 0,
       sendTimeout: 0,
@@ -980,7 +986,8 @@ export class WorkerLink {
     this.#welcomed.reject(new RefusedError(reason));
     if (this.#args.onLost) return this.#args.onLost(reason);
     console.error(`${this.#args.workerId} ${refused ? 'refused' : 'ends'}: ${reason}`);
-    process.exit(refused ? EXIT_REFUSED : 1);
+    if (refused) process.exit(EXIT_REFUSED);
+    killOwnGroup();
   }
 }
 
@@ -1023,6 +1030,15 @@ function readFirstLine(): string {
     bytes.push(byte[0] as number);
   }
   throw new Error('The parent closed stdin before it sent the secret');
+}
+
+/** With the link the controller may be gone, too: what this process started must not be left behind. */
+function killOwnGroup(): void {
+  try {
+    process.kill(-process.pid, 'SIGKILL');
+  } catch {
+    process.exit(1); // it leads no group
+  }
 }
 
 /** A thread of its own: the event loop may be held up by an agent's code just when the parent dies. */

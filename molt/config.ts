@@ -172,6 +172,7 @@ export const OPTIONS = {
     'tokens in one forward pass of a rank, padding included; a longer sample goes alone',
     { min: 1, effect: [{ option: 'train.micro_batch_size', is: [0] }] },
   ),
+  'train.max_epochs': int(1, 'optimizer steps on each batch; more than one makes the importance ratio differ from 1', { min: 1 }),
   'train.max_staleness': int(0, 'refits between sampling and training of a token; 0 = synchronous', { min: 0 }),
 
   'actor.model_name_or_path': text('', 'directory of the policy in Hugging Face format'),
@@ -191,7 +192,10 @@ export const OPTIONS = {
     effect: DECAYING,
   }),
   'actor.max_norm': float(1, 'gradients are scaled down to this global L2 norm', { above: 0 }),
-  'actor.eps_clip_low_high': pair([0.2, 0.2], 'importance ratio is clipped to [1 - low, 1 + high]', { min: 0 }),
+  'actor.eps_clip_low_high': pair([0.2, 0.2], 'importance ratio is clipped to [1 - low, 1 + high]', {
+    min: 0,
+    effect: [{ option: 'train.max_epochs', not: [1] }], // with one step on a batch the ratio is 1
+  }),
   'actor.gradient_checkpoint': choice(
     ['none', 'full'],
     'none',

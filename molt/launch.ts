@@ -26,7 +26,7 @@ import { invariant, type Json } from './types.ts';
 
 const ROOT = resolve(dirname(fileURLToPath(import.meta.url)), '..');
 const STOP_GRACE_MS = 10_000;
-const STACKS_MS = 5_000;
+const STACKS_MS = 2_000;
 const SUPERVISE_MS = 500;
 /** An exit is often seen before the last message of that process has passed through the socket. */
 const LAST_WORDS_MS = 50;

@@ -28,25 +28,24 @@ import { Buffer, isTrainable } from './buffer.ts';
 import { Bus } from './bus.ts';
 import { type Checkpoint, newestCheckpoint, saveCheckpoint, writeSynced } from './checkpoint.ts';
 import type { Config, Options } from './config.ts';
-import { ConfigError, changedOptions, configJson, formatConfig, HelpRequested, loadConfig, simulatedScript } from './config.ts';
+import { ConfigError, changedOptions, configJson, formatConfig, HelpRequested, loadConfig } from './config.ts';
 import { loadPrompts, PromptStream, promptsOf, sharedInputs } from './data.ts';
-import { Dispatch, type Job } from './dispatch.ts';
+import type { Job } from './dispatch.ts';
 import { credit, standardDeviation } from './estimators.ts';
 import { constantBest, type Evaluation, evaluate } from './evaluate.ts';
-import { Generator } from './generator.ts';
-import { Launcher, logTail, nodeCommand, pythonCommand, type Worker, type WorkerSpec } from './launch.ts';
+import type { Generator } from './generator.ts';
+import { Launcher, type Worker } from './launch.ts';
 import { Ledger } from './ledger.ts';
 import { formatStep, MetricsWriter, Progress } from './metrics.ts';
 import { planBatch } from './packing.ts';
-import { Refit } from './refit.ts';
-import { learningRate, Trainer } from './trainer.ts';
-import type { Group, Json, Prompt, Rollout, Sampling } from './types.ts';
+import type { Refit } from './refit.ts';
+import { learningRate, type StepResult } from './trainer.ts';
+import { type Group, invariant, type Prompt, type Rollout, type Sampling } from './types.ts';
+import { openWorkers, type Workers } from './workers.ts';
 
 /** Parity bounds (DESIGN, invariant 3.4): mean |dlogp| of a step or of the probes at the start. */
 const MISMATCH_BOUND = { float32: 1e-3, bfloat16: 0.1 } as const;
 const MISMATCH_STEPS = 3; // above the bound this often running = stop
-/** Largest |dlogp| of the refit probes: float32 agrees to rounding, bfloat16 does not. */
-const LAYOUT_BOUND = { float32: 1e-4, bfloat16: 0.5 } as const;
 const FAILURE_WINDOW = 64; // rollouts over which the failure rate is taken
 const SKIPPED_STEPS = 3; // non-finite steps running = stop
 const STOP_GRACE_MS = 10_000;
@@ -55,6 +54,7 @@ const PROBE_IDS = 48;
 /** What a signal asked for. The first asks to finish the step; the second never returns. */
 interface Stopper {
   signal: 'SIGINT' | 'SIGTERM' | null;
+  hasSteps: boolean; // there is something to finish and to save
   onFirst: () => void;
 }
 const EXIT_CODES = { SIGINT: 130, SIGTERM: 143 } as const;
@@ -90,7 +90,6 @@ export async function main(argv: readonly string[]): Promise<number> {
     return 2;
   }
   say(`Run directory ${runDir}`);
-  const stopper: Stopper = { signal: null, onFirst: () => {} };
   const bus = await Bus.listen();
   const launcher = new Launcher({
     bus,
@@ -99,16 +98,24 @@ export async function main(argv: readonly string[]): Promise<number> {
     silenceReadyMs: config.options['launch.ready_s'] * 1000,
   });
   const ledger = new Ledger(runDir);
-  listenForSignals(stopper, launcher, runDir);
+  const progress = new Progress();
+  const event = (name: string, detail: Record<string, string | number>) => {
+    progress.clear();
+    ledger.record({ kind: 'event', name, detail });
+    say(`${name}: ${Object.entries(detail).map(([key, value]) => `${key} ${value}`).join(', ')}`);
+  };
+  const stopper = listenForSignals(launcher, runDir);
+  const workers = openWorkers({ options: config.options, runDir, bus, launcher, event });
   try {
-    await train({ config, prompts, from, runDir, bus, launcher, ledger, stopper, say });
+    await train({ config, prompts, from, runDir, bus, workers, ledger, stopper, progress, say });
     return stopper.signal ? EXIT_CODES[stopper.signal] : 0;
   } catch (error) {
-    if (stopper.signal && error instanceof Stopped) return EXIT_CODES[stopper.signal];
-    console.error(`\nThe run stopped: ${error instanceof Error ? (process.env.MOLT_DEBUG ? error.stack : error.message) : String(error)}`);
+    progress.clear();
+    console.error(`The run stopped: ${error instanceof Error ? (process.env.MOLT_DEBUG ? error.stack : error.message) : String(error)}`);
     console.error(`Continue it with: npx tsx molt/loop.ts ${argv[0]} --resume --run.dir ${runDir}`);
     return 1;
   } finally {
+    workers.close();
     await launcher.stopAll(STOP_GRACE_MS);
     await bus.close();
     ledger.close();
@@ -116,13 +123,12 @@ export async function main(argv: readonly string[]): Promise<number> {
   }
 }
 
-/** A signal came where no step is under way: there is nothing to finish. */
-class Stopped extends Error {}
-
-function listenForSignals(stopper: Stopper, launcher: Launcher, runDir: string): void {
+/** The first signal asks to finish the step; until there is one to finish, and the second time, it ends everything. */
+function listenForSignals(launcher: Launcher, runDir: string): Stopper {
+  const stopper: Stopper = { signal: null, hasSteps: false, onFirst: () => {} };
   for (const signal of ['SIGINT', 'SIGTERM'] as const) {
     process.on(signal, () => {
-      if (stopper.signal) {
+      if (stopper.signal || !stopper.hasSteps) {
         launcher.killAllNow();
         rmSync(join(runDir, 'controller.pid'), { force: true });
         process.exit(EXIT_CODES[signal]);
@@ -132,6 +138,7 @@ function listenForSignals(stopper: Stopper, launcher: Launcher, runDir: string):
       stopper.onFirst();
     });
   }
+  return stopper;
 }
 
 /** Make or reopen the directory of the run, with config.json and controller.pid in it. Throws ConfigError. */
@@ -205,163 +212,35 @@ async function loadAllPrompts(options: Options): Promise<Prompts> {
   return { stream, heldOut: promptsOf(heldOut), example };
 }
 
-// ---- Workers ----
-
-/** What each process is started with. One place, so that a restart is the same as a start. */
-function workerSpecs(options: Options, runDir: string) {
-  const model = options['actor.model_name_or_path'] || 'simulated';
-  const script = simulatedScript(options);
-  const python = (file: string) => pythonCommand(file, options['launch.python'] || undefined);
-  const simulated = () => nodeCommand('workers/simulated.ts');
-  const rendezvous = `file://${join(runDir, `rendezvous-${process.pid}`)}`;
-  const spec = (kind: WorkerSpec['kind'], index: number, command: readonly string[], more: Record<string, Json>): WorkerSpec => ({
-    id: `${kind}-${index}`,
-    kind,
-    command,
-    options: { ...more, script },
-  });
-  return {
-    tokenizer: () =>
-      spec('tokenizer', 0, options['tokenizer.kind'] === 'simulated' ? simulated() : python('tokenizer.py'), { model_path: model }),
-    engine: (index: number) =>
-      spec('engine', index, options['engine.kind'] === 'simulated' ? simulated() : python('engine_torch.py'), {
-        model_path: model,
-        device: options['engine.device'],
-        dtype: options['engine.dtype'],
-        max_requests: options['engine.max_requests'],
-        max_len: options['engine.max_len'],
-        prefill_tokens: options['engine.prefill_tokens'],
-        seed: options['train.seed'],
-      }),
-    rank: (rank: number) =>
-      spec('trainer', rank, options['trainer.kind'] === 'simulated' ? simulated() : python('trainer.py'), {
-        model_path: model,
-        rank,
-        world_size: options['trainer.num_ranks'],
-        rendezvous,
-        device: options['trainer.device'],
-        param_dtype: options['fsdp.param_dtype'],
-        attn_implementation: 'sdpa',
-        gradient_checkpoint: options['actor.gradient_checkpoint'] === 'full',
-        logprob_chunk: options['trainer.logprob_chunk'],
-        optim: {
-          lr: options['actor.adam.lr'],
-          betas: options['actor.adam.betas'],
-          eps: options['actor.adam.eps'],
-          weight_decay: options['actor.adam.weight_decay'],
-          max_norm: options['actor.max_norm'],
-        },
-        seed: options['train.seed'],
-        deterministic: false,
-      }),
-    runner: (index: number) =>
-      spec('runner', index, nodeCommand('molt/runner.ts'), {
-        agent_path: resolve(options['train.agent_path']),
-        template_kwargs: {},
-      }),
-  };
-}
-
 // ---- The loop ----
 
-async function train(args: {
-  config: Config;
-  prompts: Prompts;
-  from: Checkpoint | null;
-  runDir: string;
-  bus: Bus;
-  launcher: Launcher;
-  ledger: Ledger;
-  stopper: Stopper;
-  say: (line: string) => void;
-}): Promise<void> {
-  const { runDir, from, bus, launcher, ledger, stopper, say } = args;
+interface Train {
+  readonly config: Config;
+  readonly prompts: Prompts;
+  readonly from: Checkpoint | null;
+  readonly runDir: string;
+  readonly bus: Bus;
+  readonly workers: Workers;
+  readonly ledger: Ledger;
+  readonly stopper: Stopper;
+  readonly progress: Progress;
+  readonly say: (line: string) => void;
+}
+
+async function train(args: Train): Promise<void> {
+  const { runDir, from, bus, workers, ledger, stopper, progress, say } = args;
   const { options } = args.config;
   const { stream, heldOut, example } = args.prompts;
+  const { trainer, generator, refit, dispatch, orFatal } = workers;
   const numSteps = options['train.num_steps'];
   const batchSize = options['train.batch_size'];
   const groupSize = options['rollout.n_samples_per_prompt'];
+  const epochs = options['train.max_epochs'];
   const seed = options['train.seed'];
-  const progress = new Progress();
-  const event = (name: string, detail: Record<string, string | number>) => {
-    progress.clear();
-    ledger.record({ kind: 'event', name, detail });
-    say(`${name}: ${Object.entries(detail).map(([k, v]) => `${k} ${v}`).join(', ')}`);
-  };
-  stopper.onFirst = () => {
-    launcher.killAllNow();
-    process.exit(EXIT_CODES[stopper.signal ?? 'SIGINT']); // nothing was trained yet
-  };
 
-  // Workers, all started at once
-  const startedAt = performance.now();
-  const specs = workerSpecs(options, runDir);
-  const tokenizer = launcher.start(specs.tokenizer());
-  const rankSpecs = Array.from({ length: options['trainer.num_ranks'] }, (_, rank) => specs.rank(rank));
-  const ranks = options['trainer.kind'] === 'simulated' ? launcher.startMany(rankSpecs) : rankSpecs.map((spec) => launcher.start(spec));
-  const trainer = new Trainer({
-    ranks,
-    launcher,
-    loss: {
-      clipLowHigh: options['actor.eps_clip_low_high'],
-      isLevel: options['algo.advantage.is_correction_level'],
-      isMode: options['algo.advantage.is_correction_mode'],
-      isThreshold: options['algo.advantage.is_correction_threshold'],
-    },
-    temperature: options['rollout.temperature'],
-    packed: options['fsdp.packing_samples'],
-  });
-  const generator = new Generator({
-    launcher,
-    spec: specs.engine,
-    maxRequests: options['engine.max_requests'],
-    maxRestarts: options['engine.max_restarts'],
-    hooks: { join: (engine) => refit.join(engine), event },
-  });
-  const float32 = options['engine.dtype'] === 'float32' && options['fsdp.param_dtype'] === 'float32';
-  const bounds = float32 ? 'float32' : 'bfloat16';
-  const refit = new Refit({
-    generator,
-    trainer,
-    runDir,
-    verifyEvery: options['refit.verify_every'],
-    tolerance: LAYOUT_BOUND[bounds],
-  });
-  const dispatch = new Dispatch({
-    launcher,
-    spec: specs.runner,
-    generator,
-    tokenizer: () => tokenizer.peer,
-    maxRestarts: options['engine.max_restarts'],
-    hooks: { version: () => refit.version, event },
-  });
-  const tokenizerLost = tokenizer.peer.lost.then((reason) => {
-    throw new Error(`The tokenizer is gone: ${reason.message}\n${logTail(tokenizer, 20)}`);
-  });
-  tokenizerLost.catch(() => {}); // also lost when the run ends as it should
-  const fatal = Promise.race([trainer.failed, generator.failed, dispatch.failed, tokenizerLost]);
-  fatal.catch(() => {});
-  const orFatal = <T>(work: Promise<T>): Promise<T> => {
-    work.catch(() => {}); // when `fatal` wins
-    return Promise.race([work, fatal]);
-  };
-  const started: string[] = [];
-  const timed = async (name: string, work: Promise<unknown>) => {
-    await work;
-    started.push(`${name} ${((performance.now() - startedAt) / 1000).toFixed(1)} s`);
-  };
-  await orFatal(
-    Promise.all([
-      timed('tokenizer', tokenizer.peer.ready),
-      timed('trainer', trainer.ready()),
-      timed('engines', Promise.all(Array.from({ length: options['engine.num_engines'] }, (_, i) => generator.startEngine(i)))),
-      timed('runners', Promise.all(Array.from({ length: options['rollout.num_runners'] }, (_, i) => dispatch.startRunner(i)))),
-    ]),
-  );
-  say(`Workers are ready: ${started.join(', ')}`);
-  const tokenizerInfo = (await tokenizer.peer.ready) as { stop_token_ids: readonly number[]; suffix_exact: boolean; suffix_note: string };
-  if (!tokenizerInfo.suffix_exact) say(`Chat template: ${tokenizerInfo.suffix_note}`);
-  const { vocab_size } = (await (ranks[0] as Worker).peer.ready) as { vocab_size: number };
+  const facts = await workers.ready;
+  say(`Workers are ready: ${facts.startup}`);
+  if (facts.templateNote !== null) say(`Chat template: ${facts.templateNote}`);
 
   // Where to begin
   let step = 0;
@@ -372,14 +251,14 @@ async function train(args: {
   }
   const metrics = new MetricsWriter(runDir, from?.state.step ?? 0);
   ledger.record({ kind: 'meta', options: { ...options }, dataHash: stream.position.sha256, resumedAt: from?.state.step ?? 0 });
-  refit.probes = await probeRows(tokenizer, example, vocab_size, options['data.max_len']);
+  refit.probes = await probeRows(workers.tokenizer, example, facts.vocabSize, options['data.max_len']);
   if (from) {
     await orFatal(trainer.restore(join(from.path, 'trainer')));
     ({ step, dispatched } = from.state);
     await orFatal(refit.resumeAt(from.state.version));
     say(`Resumed at step ${step}, policy version ${refit.version}, from ${from.path}`);
   }
-  await checkParity(refit, bounds, options['rollout.mismatch_stop'] === 'on', say);
+  await checkParity(refit, workers.dtype, options['rollout.mismatch_stop'] === 'on', say);
 
   // Rollouts, for training and for evaluation alike
   const limits = {
@@ -394,7 +273,7 @@ async function train(args: {
     max_tokens: options['rollout.max_new_tokens'],
     seed: samplingSeed,
     stop: [],
-    stop_token_ids: tokenizerInfo.stop_token_ids,
+    stop_token_ids: facts.stopTokenIds,
   });
   const buffer = new Buffer({ batch: batchSize, groupSize, minMembers: groupSize > 1 ? 2 : 1, maxStaleness: options['train.max_staleness'] });
   const failures = new FailureWindow(options['rollout.max_failure_rate']);
@@ -473,6 +352,7 @@ async function train(args: {
     const begun = performance.now();
     const sampled = await evaluation(options['eval.temperature'], 'sampled');
     const greedy = withGreedy && options['eval.greedy'] ? await evaluation(0, 'greedy') : null;
+    generator.takeCounts(); // not of the next step
     if (stopper.signal) return; // cut short, so the numbers mean nothing
     const constant = constantBest(heldOut.map((prompt) => prompt.label));
     metrics.write({
@@ -505,6 +385,7 @@ async function train(args: {
     ledger.record({ kind: 'checkpoint', step, path });
   };
   let savedAt = step;
+  stopper.hasSteps = true;
   stopper.onFirst = () => dispatch.cancel((job) => job.groupId.startsWith('eval'), 'cancelled');
 
   if (!from && options['eval.eval_at_start']) await evaluateNow(true);
@@ -513,7 +394,7 @@ async function train(args: {
   const lag = monitorEventLoopDelay({ resolution: 10 });
   lag.enable();
   const planOptions = {
-    numRanks: ranks.length,
+    numRanks: workers.numRanks,
     microBatchSize: options['train.micro_batch_size'],
     maxTokens: options['train.max_tokens_per_gpu'],
     packed: options['fsdp.packing_samples'],
@@ -549,7 +430,15 @@ async function train(args: {
     progress.show(`step ${step + 1}: training`, 1);
     const plan = planBatch(samples.map((sample) => sample.trajectory.ids.length), planOptions);
     const trainStart = performance.now();
-    const result = await orFatal(trainer.step({ step: step + 1, version, samples, plan, denominator, lr }));
+    // With several optimizer steps on one batch the ratio is taken to where the first one began.
+    const old = epochs > 1 ? await orFatal(trainer.oldLogprobs(samples, plan)) : null;
+    let result: StepResult | null = null;
+    for (let epoch = 0; epoch < epochs; epoch++) {
+      const next = await orFatal(trainer.step({ step: step + 1, version, samples, plan, denominator, lr, old }));
+      // How far engine and trainer are apart is what the first pass saw; everything else is of the last.
+      result = result ? withMismatchOf(result, next) : next;
+    }
+    invariant(result, 'train.max_epochs is at least 1');
     buffer.trained();
     const trained = performance.now();
 
@@ -588,7 +477,7 @@ async function train(args: {
     metrics.write(line);
     ledger.record({ kind: 'step', step });
     say(formatStep(line, numSteps));
-    checkHealth(health, line, MISMATCH_BOUND[bounds], options['rollout.mismatch_stop'] === 'on');
+    checkHealth(health, line, MISMATCH_BOUND[workers.dtype], options['rollout.mismatch_stop'] === 'on');
 
     if (options['ckpt.save_steps'] > 0 && step % options['ckpt.save_steps'] === 0) await checkpoint();
     if (options['eval.steps'] > 0 && step % options['eval.steps'] === 0 && step < numSteps && !stopper.signal) await evaluateNow(false);
@@ -599,9 +488,6 @@ async function train(args: {
   if (savedAt !== step && (stopper.signal || !options['ckpt.disable_final_save'])) await checkpoint();
   say(stopper.signal ? `Stopped after step ${step}` : `Done: ${step} steps, policy version ${refit.version}`);
   say(`Run directory ${runDir}`);
-  generator.close();
-  dispatch.close();
-  trainer.close();
 }
 
 // ---- What a step reports ----
@@ -645,7 +531,7 @@ function infoMeans(rollouts: readonly Rollout[]): Record<string, number> {
 }
 
 /** The trainer's sums over the trained tokens become means here, once. */
-function stepMetrics({ sums, maxima }: { sums: Readonly<Record<string, number>>; maxima: Readonly<Record<string, number>> }, tokens: number): Record<string, number> {
+function stepMetrics({ sums, maxima }: StepResult, tokens: number): Record<string, number> {
   const perToken = (key: string) => (sums[key] ?? 0) / tokens;
   return {
     loss: sums.loss ?? 0,
@@ -658,6 +544,11 @@ function stepMetrics({ sums, maxima }: { sums: Readonly<Record<string, number>>;
     is_filter_ratio: perToken('is_filtered'),
     skipped: maxima.skipped ?? 0,
   };
+}
+
+function withMismatchOf(first: StepResult, last: StepResult): StepResult {
+  const only = (values: StepResult['sums']) => Object.fromEntries(Object.entries(values).filter(([key]) => key.startsWith('mismatch')));
+  return { sums: { ...last.sums, ...only(first.sums) }, maxima: { ...last.maxima, ...only(first.maxima) } };
 }
 
 function generatorMetrics(generator: Generator, stepSeconds: number): Record<string, number> {
@@ -721,11 +612,11 @@ function checkHealth(health: { mismatched: number; skipped: number }, line: Read
   if (health.skipped >= SKIPPED_STEPS) throw new Error(`Loss or gradient was not finite on ${SKIPPED_STEPS} steps running`);
 }
 
-async function checkParity(refit: Refit, bounds: keyof typeof MISMATCH_BOUND, stop: boolean, say: (line: string) => void): Promise<void> {
+async function checkParity(refit: Refit, dtype: keyof typeof MISMATCH_BOUND, stop: boolean, say: (line: string) => void): Promise<void> {
   const { mean, max } = await refit.parity();
   say(`Parity of engine and trainer at version ${refit.version}: mean |dlogp| ${mean.toExponential(1)}, max ${max.toExponential(1)}`);
-  if (stop && !(mean <= MISMATCH_BOUND[bounds])) {
-    throw new Error(`Engine and trainer do not agree on the model: mean |dlogp| ${mean}, at most ${MISMATCH_BOUND[bounds]} in ${bounds} (--rollout.mismatch_stop off goes on)`);
+  if (stop && !(mean <= MISMATCH_BOUND[dtype])) {
+    throw new Error(`Engine and trainer do not agree on the model: mean |dlogp| ${mean}, at most ${MISMATCH_BOUND[dtype]} in ${dtype} (--rollout.mismatch_stop off goes on)`);
   }
 }
 

@@ -76,9 +76,20 @@ export class Trainer {
     return seconds;
   }
 
-  /** One optimizer step over all samples of `plan`. `denominator` is the batch's count of trained tokens. */
-  async step(args: { step: number; version: number; samples: readonly Sample[]; plan: BatchPlan; denominator: number; lr: number }): Promise<StepResult> {
-    const { step, version, samples, plan, denominator, lr } = args;
+  /**
+   * One optimizer step over all samples of `plan`. `denominator` is the batch's count of trained tokens; `old` (by
+   * sample) is left out when this is the only step on the batch, for then the ratio is 1.
+   */
+  async step(args: {
+    step: number;
+    version: number;
+    samples: readonly Sample[];
+    plan: BatchPlan;
+    denominator: number;
+    lr: number;
+    old: readonly Float32Array[] | null;
+  }): Promise<StepResult> {
+    const { step, version, samples, plan, denominator, lr, old } = args;
     invariant(plan.ranks.length === this.#ranks.length, `plan for ${plan.ranks.length} ranks, there are ${this.#ranks.length}`);
     const [low, high] = this.#loss.clipLowHigh;
     const [isLow, isHigh] = this.#loss.isThreshold;
@@ -86,7 +97,7 @@ export class Trainer {
       this.#ranks.map(async (rank, r) => {
         const share = plan.ranks[r];
         invariant(share, `no plan for rank ${r}`);
-        const parts = rowParts(share.samples.map((i) => samples[i] as Sample));
+        const parts = rowParts(share.samples, samples, old);
         const sent = parts.map((frames, part) => rank.peer.request('rows', { step, part, of: parts.length }, frames));
         const run = rank.peer.request('run', {
           step,
@@ -102,6 +113,24 @@ export class Trainer {
       }),
     );
     return merge(replies);
+  }
+
+  /** Logprobs of every sample before the first optimizer step on its batch, by sample. Each rank does its share. */
+  async oldLogprobs(samples: readonly Sample[], plan: BatchPlan): Promise<Float32Array[]> {
+    const out: Float32Array[] = new Array(samples.length);
+    await this.#timed(
+      this.#ranks.map(async (rank, r) => {
+        const mine = plan.ranks[r]?.samples ?? [];
+        const rows = mine.map((i) => (samples[i] as Sample).trajectory.ids);
+        const { frames } = await rank.peer.request('logprobs', { which: 'policy', temperature: this.#temperature }, flatRows(rows));
+        let at = 0;
+        for (const [k, row] of rows.entries()) {
+          out[mine[k] as number] = frames.logprobs.slice(at, at + row.length);
+          at += row.length;
+        }
+      }),
+    );
+    return out;
   }
 
   /** Logprobs of whole rows under the trainer's weights; position k belongs to token k, the first of a row is 0. */
@@ -173,19 +202,22 @@ export function flatRows(rows: readonly Int32Array[]): { ids: Int32Array; length
 }
 
 /** The `rows` messages of one rank: at least one, each of at most PART_TOKENS tokens or one row. */
-function rowParts(samples: readonly Sample[]): Frames<'rows'>[] {
-  const parts: Sample[][] = [[]];
+function rowParts(mine: readonly number[], samples: readonly Sample[], old: readonly Float32Array[] | null): Frames<'rows'>[] {
+  const parts: number[][] = [[]];
   let tokens = 0;
-  for (const sample of samples) {
-    const length = sample.trajectory.ids.length;
+  for (const i of mine) {
+    const length = (samples[i] as Sample).trajectory.ids.length;
     if (tokens > 0 && tokens + length > PART_TOKENS) {
       parts.push([]);
       tokens = 0;
     }
-    (parts.at(-1) as Sample[]).push(sample);
+    (parts.at(-1) as number[]).push(i);
     tokens += length;
   }
-  return parts.map(rowColumns);
+  return parts.map((part) => ({
+    ...rowColumns(part.map((i) => samples[i] as Sample)),
+    ...(old && { old_logprobs: Float32Array.from(part.flatMap((i) => Array.from(old[i] as Float32Array))) }),
+  }));
 }
 
 function merge(replies: readonly ReplyFields<'run'>[]): StepResult {

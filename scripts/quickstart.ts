@@ -294,7 +294,6 @@ export default defineRecipe({
     'actor.lr_scheduler': 'linear',
     'actor.lr_warmup_ratio': 0,
     'actor.min_lr_ratio': 0.1,
-    'actor.eps_clip_low_high': [0.2, 0.28],
   },
   prepare,
 });

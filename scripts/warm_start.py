@@ -121,9 +121,9 @@ def encode_with_mask(tokenizer: PreTrainedTokenizerFast, text: str) -> tuple[lis
 
 
 def make_model(settings: dict, tokenizer: PreTrainedTokenizerFast) -> Qwen3ForCausalLM:
-    hidden = settings["hidden_size"]
+    hidden, vocabulary = settings["hidden_size"], tokenizer.get_vocab()
     config = Qwen3Config(
-        vocab_size=len(tokenizer),
+        vocab_size=len(vocabulary),
         hidden_size=hidden,
         intermediate_size=3 * hidden,
         num_hidden_layers=settings["layers"],
@@ -133,8 +133,8 @@ def make_model(settings: dict, tokenizer: PreTrainedTokenizerFast) -> Qwen3ForCa
         max_position_embeddings=512,
         tie_word_embeddings=True,
         bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
+        eos_token_id=vocabulary["<|im_end|>"],
+        pad_token_id=vocabulary["<|endoftext|>"],
         initializer_range=settings["initializer_range"],
     )
     return Qwen3ForCausalLM(config)

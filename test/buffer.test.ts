@@ -97,14 +97,14 @@ describe('a group', () => {
   });
 });
 
-test('take hands over whole batches in the order they finished, each once', () => {
+test('take hands over the groups that finished first, in order of admission, each once', () => {
   const buffer = make({ maxStaleness: 1 });
   for (const id of ['a', 'b', 'c', 'd']) buffer.admit(id, prompt);
   for (const id of ['c', 'a', 'd', 'b']) for (const i of [0, 1]) buffer.end(rollout(id, i));
-  expect(buffer.take().map((g) => g.groupId)).toEqual(['c', 'a']);
+  expect(buffer.take().map((g) => g.groupId)).toEqual(['a', 'c']);
   expect(() => buffer.take()).toThrow('in training already');
   buffer.trained();
-  expect(buffer.take().map((g) => g.groupId)).toEqual(['d', 'b']);
+  expect(buffer.take().map((g) => g.groupId)).toEqual(['b', 'd']);
   buffer.trained();
   expect(() => buffer.take()).toThrow('0 groups wait');
 });

@@ -30,7 +30,7 @@ class RawWorker {
     this.id = id;
     this.socket = new Dealer({
       routingId: `${id}.${randomBytes(16).toString('hex')}`,
-      linger: 0,
+      linger: 400,
       receiveTimeout: 10_000,
     });
     this.socket.connect(bus.endpoint);
@@ -558,7 +558,7 @@ class RawController {
   }
 
   static async listen(): Promise<RawController> {
-    const socket = new Router({ linger: 0, receiveTimeout: 10_000 });
+    const socket = new Router({ linger: 400, receiveTimeout: 10_000 });
     await socket.bind('tcp://127.0.0.1:*');
     closers.push(() => socket.close());
     return new RawController(socket);

@@ -8,6 +8,7 @@ import { execFile } from 'node:child_process';
 import { mkdirSync, mkdtempSync, readFileSync, rmSync, writeFileSync } from 'node:fs';
 import { tmpdir } from 'node:os';
 import { join } from 'node:path';
+import { setTimeout as sleep } from 'node:timers/promises';
 import { promisify } from 'node:util';
 import { crc32 } from 'node:zlib';
 import { Bus } from '../molt/bus.ts';
@@ -15,6 +16,9 @@ import { Launcher, logTail, nodeCommand, pythonCommand, type Worker, type Worker
 import type { ReplyFields } from '../molt/protocol.ts';
 import type { Json } from '../molt/types.ts';
 import { initialWeights, packWeights } from '../workers/simulated_model.ts';
+
+/** launch.ts reads the log of a process 50 ms after its exit, by an older timer of this same event loop. */
+const LOGS_READ_MS = 100;
 
 export type TensorTable = ReplyFields<'push_weights'>['tensors'];
 export type WorkerKind = 'engine' | 'trainer' | 'tokenizer';
@@ -50,6 +54,23 @@ from tiny_models import make_model
 for seed, path in enumerate(sys.argv[2:]):
     make_model(sys.argv[1], path, seed=seed)
 `;
+/** ChatML with Hermes tool calls, as the simulated tokenizer has it. */
+const CHAT_TEMPLATE = `\
+{%- if tools %}<|im_start|>system
+Tools:
+{%- for t in tools %}{{ '\\n' }}{{ t | tojson }}{% endfor %}<|im_end|>
+{% endif %}
+{%- for m in messages %}<|im_start|>{{ m.role }}
+{{ m.content or '' }}
+{%- for c in m.tool_calls or [] %}
+{%- if m.content or not loop.first %}{{ '\\n' }}{% endif %}<tool_call>
+{"name": {{ c.function.name | tojson }}, "arguments": {{ c.function.arguments | tojson }}}
+</tool_call>
+{%- endfor %}<|im_end|>
+{% endfor %}
+{%- if add_generation_prompt %}<|im_start|>assistant
+{% endif %}`;
+
 export const torch: Kind = {
   name: 'torch',
   command: (role) => pythonCommand(role === 'engine' ? 'engine_torch.py' : `${role}.py`),
@@ -58,6 +79,7 @@ export const torch: Kind = {
     const [python] = pythonCommand('engine_torch.py') as [string];
     const env = { ...process.env, OMP_NUM_THREADS: '1', HF_HUB_OFFLINE: '1' };
     await promisify(execFile)(python, ['-c', MAKE_TINY, 'dense_tied', ...paths], { env });
+    for (const path of paths) writeFileSync(join(path, 'chat_template.jinja'), CHAT_TEMPLATE);
     return paths;
   },
   engineOptions: {},
@@ -69,6 +91,7 @@ export class Cell {
   readonly dir = mkdtempSync(join(tmpdir(), 'molt-contract-'));
   readonly bus: Bus;
   readonly launcher: Launcher;
+  readonly #workers: Worker[] = [];
 
   static async open(): Promise<Cell> {
     return new Cell(await Bus.listen());
@@ -81,15 +104,18 @@ export class Cell {
 
   /** Resolves when the worker is ready; rejects with the end of its log when it is lost before. */
   async start(spec: WorkerSpec): Promise<Worker> {
-    return ready(this.launcher.start(spec));
+    return (await this.startMany([spec]))[0] as Worker;
   }
 
   async startMany(specs: readonly WorkerSpec[]): Promise<Worker[]> {
-    return Promise.all(this.launcher.startMany(specs).map(ready));
+    const workers = this.launcher.startMany(specs);
+    this.#workers.push(...workers);
+    return Promise.all(workers.map(ready));
   }
 
   async close(): Promise<void> {
-    await this.launcher.stopAll(5_000);
+    await Promise.all(this.#workers.map((worker) => this.launcher.kill(worker)));
+    await sleep(LOGS_READ_MS);
     await this.bus.close();
     rmSync(this.dir, { recursive: true, force: true });
   }
@@ -105,7 +131,11 @@ async function ready(worker: Worker): Promise<Worker> {
 }
 
 /** Start trainer ranks of one model: one process each, or one for all where the kind is simulated. */
-export function startRanks(cell: Cell, kind: Kind, args: { name: string; model: string; worldSize: number }): Promise<Worker[]> {
+export function startRanks(
+  cell: Cell,
+  kind: Kind,
+  args: { name: string; model: string; worldSize: number },
+): Promise<Worker[]> {
   const specs = Array.from({ length: args.worldSize }, (_, rank): WorkerSpec => {
     const id = `trainer-${args.name}${rank}`;
     return { id, kind: 'trainer', command: kind.command('trainer'), options: trainerOptions(cell, args, rank) };
@@ -177,7 +207,8 @@ export function swapLayout(segment: string, table: TensorTable): TensorTable {
   const bytes = readFileSync(segment);
   const old = Buffer.from(bytes.subarray(square.offset, square.offset + square.bytes));
   for (let i = 0; i < rows; i++) {
-    for (let j = 0; j < rows; j++) old.copy(bytes, square.offset + 4 * (j * rows + i), 4 * (i * rows + j), 4 * (i * rows + j + 1));
+    for (let j = 0; j < rows; j++)
+      old.copy(bytes, square.offset + 4 * (j * rows + i), 4 * (i * rows + j), 4 * (i * rows + j + 1));
   }
   writeFileSync(segment, bytes);
   const swapped = crc32(bytes.subarray(square.offset, square.offset + square.bytes));
@@ -185,6 +216,11 @@ export function swapLayout(segment: string, table: TensorTable): TensorTable {
 }
 
 // ---- Numbers ----
+
+/** Deterministic ids below 256, which every tokenizer here has. */
+export function promptOf(length: number, seed: number): number[] {
+  return Array.from({ length }, (_, i) => (seed * 7919 + i * i * 31 + i * 17 + 65) % 251);
+}
 
 export function largestGap(a: ArrayLike<number>, b: ArrayLike<number>): number {
   if (a.length !== b.length) return Number.POSITIVE_INFINITY;

@@ -66,7 +66,7 @@ describe.each([simulated, torch])('refit with $name workers', (kind: Kind) => {
     refit.probes = [Int32Array.from([5, 9, 40, 3, 77, 12]), Int32Array.from([1, 2, 3])];
     await Promise.all(Array.from({ length: numEngines }, (_, i) => generator.startEngine(i)));
     let step = 0;
-    const train = () => trainer.step({ step: ++step, version: refit.version, samples: [SAMPLE], plan: PLAN, denominator: 3, lr: 0.05 });
+    const train = () => trainer.step({ step: ++step, version: refit.version, samples: [SAMPLE], plan: PLAN, denominator: 3, lr: 0.05, old: null });
     const close = async () => {
       generator.close();
       trainer.close();

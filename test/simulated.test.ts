@@ -8,18 +8,18 @@ import {
   gradNorm,
   IM_END,
   initialWeights,
+  type LossOptions,
   logitsAt,
   logSoftmax,
-  type LossOptions,
-  newOptimState,
   NUM_PARAMETERS,
+  newOptimState,
   packWeights,
   parseTurn,
   pick,
   policyLoss,
+  type Row,
   rawValue,
   renderText,
-  type Row,
   scoreIds,
   suffixText,
   TextStream,
@@ -43,7 +43,14 @@ function row(ids: number[], advantages: number[], rollout?: number[], old?: numb
 
 describe('vocabulary', () => {
   test('decode gives back every text, specials and characters of four bytes among them', () => {
-    for (const text of ['', 'a\n\tb', 'naïve 猫 🐈‍⬛', '<|im_start|>user\nx<|im_end|>', '</tool_call><tool_call>', '\ufeffbom']) {
+    for (const text of [
+      '',
+      'a\n\tb',
+      'naïve 猫 🐈‍⬛',
+      '<|im_start|>user\nx<|im_end|>',
+      '</tool_call><tool_call>',
+      '\ufeffbom',
+    ]) {
       expect(decodeIds(encodeText(text))).toBe(text);
     }
   });
@@ -79,7 +86,9 @@ describe('template', () => {
 
 describe('parse', () => {
   test('a call keeps the text of its arguments', () => {
-    const turn = encodeText('<think>hm</think>Sure\n<tool_call>\n{"name": "f", "arguments": {"x": 1.0, "y":[1,2]}}\n</tool_call><|im_end|>');
+    const turn = encodeText(
+      '<think>hm</think>Sure\n<tool_call>\n{"name": "f", "arguments": {"x": 1.0, "y":[1,2]}}\n</tool_call><|im_end|>',
+    );
     expect(parseTurn(turn)).toEqual({
       text: decodeIds(turn.slice(0, -1)),
       content: 'Sure',
@@ -174,7 +183,8 @@ describe('learning', () => {
     const rows = [row(ids, [0, 1, -2, 0.5, 1, 1, -1], old, old)];
     const grad = new Float64Array(NUM_PARAMETERS);
     policyLoss(weights, rows, options, grad);
-    const loss = (w: Float32Array): number => policyLoss(w, rows, options, new Float64Array(NUM_PARAMETERS)).sums.loss as number;
+    const loss = (w: Float32Array): number =>
+      policyLoss(w, rows, options, new Float64Array(NUM_PARAMETERS)).sums.loss as number;
     const touched = [...grad.keys()].filter((i) => Math.abs(grad[i] as number) > 0.01);
     expect(touched.length).toBeGreaterThan(5);
     for (const i of touched) {
@@ -229,7 +239,13 @@ describe('learning', () => {
     for (let i = 0; i < 5; i++) {
       const grad = new Float64Array(NUM_PARAMETERS);
       policyLoss(w, [row(good, [0, 1]), row(bad, [0, -1])], { loss: OPEN, temperature: 1, tokens: 2 }, grad);
-      adamStep(w, grad, gradNorm(grad), state, { lr: 0.05, betas: [0.9, 0.95], eps: 1e-8, weight_decay: 0, max_norm: 1 });
+      adamStep(w, grad, gradNorm(grad), state, {
+        lr: 0.05,
+        betas: [0.9, 0.95],
+        eps: 1e-8,
+        weight_decay: 0,
+        max_norm: 1,
+      });
     }
     expect(scoreIds(w, good)[1]).toBeGreaterThan(before[0] + 0.3);
     expect(scoreIds(w, bad)[1]).toBeLessThan(before[1] - 0.3);

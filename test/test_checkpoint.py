@@ -1,17 +1,20 @@
-"""Checkpoints: the step after a restore is bit for bit the one that would have come; exports load elsewhere."""
+"""Checkpoints: the step after a restore is bit for bit the one that would have come; exports load."""
 
 import json
 import os
+from typing import Any
 
-import checkpoint
 import pytest
 import torch
+from safetensors.torch import load_file
+from tiny_models import join_group_of_one, make_model, make_tokenizer
+from torch.distributed.tensor import DTensor
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import checkpoint
 from checkpoint import CheckpointError
 from model import ModelSettings, build, make_batch, policy_logprobs
 from optim import Optimizer, OptimSettings
-from safetensors.torch import load_file
-from tiny_models import join_group_of_one, make_model, make_tokenizer
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 join_group_of_one()
 
@@ -38,7 +41,7 @@ def train(model, optimizer: Optimizer, seed: int) -> float:
 
 def bits(model, optimizer: Optimizer) -> dict[str, torch.Tensor]:
     return {
-        name: (t.full_tensor() if hasattr(t, "full_tensor") else t).clone()
+        name: (t.full_tensor() if isinstance(t, DTensor) else t).clone()
         for name, t in checkpoint.trainer_state(model, optimizer).items()
     }
 
@@ -97,7 +100,10 @@ def test_nothing_is_written_over_a_checkpoint(models, saved):
     [
         (lambda state: state.pop("model.model.norm.weight"), "this model has no model.model.norm.weight"),
         (lambda state: state.update({"model.extra": torch.zeros(1)}), "it has no model.extra"),
-        (lambda state: state.update({"optim.step.lm_head.weight": torch.zeros(3)}), r"lm_head.weight is \[\], want \[3\]"),
+        (
+            lambda state: state.update({"optim.step.lm_head.weight": torch.zeros(3)}),
+            r"lm_head.weight is \[\], want \[3\]",
+        ),
     ],
 )
 def test_a_tensor_missing_extra_or_of_another_shape_is_an_error_and_changes_nothing(
@@ -140,11 +146,14 @@ def test_export_loads_in_stock_transformers_with_tokenizer_and_template(models, 
     ids = torch.arange(30)
     wanted = [torch.arange(30) > 0]
     logprobs, _ = policy_logprobs(model, make_batch([ids], wanted, True), 1.0, 100)
-    loaded, report = AutoModelForCausalLM.from_pretrained(path, output_loading_info=True)
+    both: Any = AutoModelForCausalLM.from_pretrained(path, output_loading_info=True)
+    loaded, report = both
     assert not report["missing_keys"] and not report["unexpected_keys"]
     every = loaded(ids[None]).logits[0].log_softmax(-1)
     assert (every[:-1].gather(1, ids[1:, None])[:, 0] - logprobs).abs().max() < 1e-5
-    assert load_file(f"{path}/model.safetensors").keys() == load_file(f"{models[kind]}/model.safetensors").keys()
+    assert (
+        load_file(f"{path}/model.safetensors").keys() == load_file(f"{models[kind]}/model.safetensors").keys()
+    )
     tokenizer = AutoTokenizer.from_pretrained(path)
     assert tokenizer.chat_template == make_tokenizer().chat_template
     assert tokenizer("a<|im_end|>")["input_ids"] == make_tokenizer()("a<|im_end|>")["input_ids"]

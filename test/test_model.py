@@ -8,11 +8,21 @@ from pathlib import Path
 
 import pytest
 import torch
-from losses import LossOptions, policy_loss
-from model import ModelError, ModelSettings, bucket_rows, build, check_hook, make_batch, policy_logprobs, rows_attention
 from tiny_models import KINDS, VOCAB_SIZE, join_group_of_one, make_config, make_model
 from transformers import AutoModelForCausalLM
 from transformers.distributed import mixin
+
+from losses import LossOptions, policy_loss
+from model import (
+    ModelError,
+    ModelSettings,
+    bucket_rows,
+    build,
+    check_hook,
+    make_batch,
+    policy_logprobs,
+    rows_attention,
+)
 
 join_group_of_one()
 
@@ -72,7 +82,9 @@ def test_logprobs_entropies_and_gradients_equal_a_plain_forward(models, kind):
         model = build(models[kind], ModelSettings(gradient_checkpoint=checkpointed))
         for packed in (True, False):
             for chunk in (7, 1000):  # 7: several chunks, the last one not full
-                got, entropy = policy_logprobs(model, make_batch(rows, wanted, packed), TEMPERATURE, chunk, True)
+                got, entropy = policy_logprobs(
+                    model, make_batch(rows, wanted, packed), TEMPERATURE, chunk, True
+                )
                 got.sum().backward()
                 assert (got.detach() - logprobs).abs().max() < 1e-5
                 assert (entropy - entropies).abs().max() < 1e-5
@@ -96,7 +108,10 @@ def test_gradient_is_the_same_for_any_split_and_layout(models, kind):
             part = slice(i, i + size)
             batch = make_batch(rows[part], wanted[part], packed)
             logprobs, _ = policy_logprobs(model, batch, 1.0, 16)
-            columns = [torch.cat([x[w] for x, w in zip(c[part], wanted[part], strict=True)]) for c in (rollout, advantages)]
+            columns = [
+                torch.cat([x[w] for x, w in zip(c[part], wanted[part], strict=True)])
+                for c in (rollout, advantages)
+            ]
             mask = torch.ones(len(logprobs), dtype=torch.bool)
             loss, _ = policy_loss(logprobs, None, columns[0], columns[1], mask, tokens, options)
             loss.backward()
@@ -140,7 +155,9 @@ def test_first_token_of_a_row_cannot_be_asked_for():
 def test_buckets_hold_every_token_once_and_no_row_beside_one_twice_its_length():
     generator = torch.Generator().manual_seed(0)
     for _ in range(50):
-        lengths = torch.randint(1, 200, (int(torch.randint(1, 20, (1,), generator=generator)),), generator=generator)
+        lengths = torch.randint(
+            1, 200, (int(torch.randint(1, 20, (1,), generator=generator)),), generator=generator
+        )
         index = bucket_rows(lengths)
         line = torch.arange(int(lengths.sum()))
         padded = torch.cat([line[take].flatten() for take in index.takes])
@@ -155,7 +172,8 @@ def test_packed_attention_equals_each_row_alone():
     together, _ = rows_attention(None, q, k, v, None, row_index=bucket_rows(lengths))
     at = 0
     for n in lengths.tolist():
-        alone, _ = rows_attention(None, *(x[:, :, at : at + n] for x in (q, k, v)), None)
+        one_q, one_k, one_v = (x[:, :, at : at + n] for x in (q, k, v))
+        alone, _ = rows_attention(None, one_q, one_k, one_v, None)
         assert (together[:, at : at + n] - alone).abs().max() < 1e-6
         at += n
 

@@ -4,11 +4,12 @@ import math
 
 import pytest
 import torch
-from optim import Optimizer, OptimSettings, by_mesh, total_norm
 from tiny_models import join_group_of_one
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+from optim import Optimizer, OptimSettings, by_mesh, total_norm
 
 join_group_of_one()
 
@@ -31,16 +32,15 @@ class Mixed(nn.Module):
         for p in self.parameters():
             grad = scale * torch.randn(p.shape, generator=generator)
             flat.append(grad.flatten())
-            p.grad = distribute_tensor(grad, p.device_mesh, p.placements) if hasattr(p, "device_mesh") else grad
+            p.grad = distribute_tensor(grad, p.device_mesh, p.placements) if isinstance(p, DTensor) else grad
         return torch.cat(flat)
 
     def flat(self) -> torch.Tensor:
-        return torch.cat([whole(p).flatten() for p in self.parameters()]).clone()
+        return torch.cat([whole(p.detach()).flatten() for p in self.parameters()]).clone()
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
-    tensor = tensor.detach()
-    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def adamw_by_hand(weights, gradients, lr, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0):
@@ -108,6 +108,7 @@ def test_non_finite_step_is_skipped_and_leaves_no_trace(bad):
     optimizer, other = Optimizer(model, OptimSettings()), Optimizer(twin, OptimSettings())
     model.set_gradients()
     if bad != "loss":
+        assert model.c.grad is not None
         model.c.grad[0, 0] = bad
     report = optimizer.step(lr=0.01, loss_is_finite=bad != "loss")
     assert report.skipped and torch.equal(model.flat(), twin.flat())

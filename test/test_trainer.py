@@ -1,4 +1,4 @@
-"""Trainer: a rank's answers in this process, then real ranks over real sockets: one against two, kill and restore."""
+"""Trainer: a rank's answers in this process, then real ranks over sockets: one against two, kill, restore."""
 
 import contextlib
 import inspect
@@ -9,19 +9,21 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
-import protocol
 import pytest
 import torch
-import trainer as module
 import zmq
 from safetensors.torch import load_file
 from tiny_models import VOCAB_SIZE, join_group_of_one, make_model
-from trainer import Trainer
 from transformers import AutoModelForCausalLM
 from transformers.distributed import mixin
-from weights import verify_segment
+
+import protocol
+import trainer as module
+from trainer import Trainer
+from weights import load_into, verify_segment
 
 ROOT = Path(__file__).resolve().parent.parent
 WAIT_MS = 120_000
@@ -42,7 +44,7 @@ join_group_of_one()
 @pytest.fixture(scope="module")
 def models(tmp_path_factory) -> dict[str, str]:
     root = tmp_path_factory.mktemp("models")
-    return {kind: make_model(kind, root / kind, seed=i) for i, kind in enumerate(["dense_tied", "moe"])}
+    return {kind: make_model(kind, root / kind, seed=i) for i, kind in enumerate(["dense_tied", "moe", "dense_untied"])}
 
 
 def options(model_path: str, **changes) -> dict:
@@ -81,13 +83,22 @@ def draw_batch(lengths=(5, 17, 9, 33, 2, 12, 30, 8), seed: int = 0) -> list[dict
 
 
 def frames_of(rows: list[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
-    names = ["ids", "loss_mask", "rollout_logprobs", "advantages"] + (["old_logprobs"] if "old_logprobs" in rows[0] else [])
+    names = ["ids", "loss_mask", "rollout_logprobs", "advantages"] + (
+        ["old_logprobs"] if "old_logprobs" in rows[0] else []
+    )
     frames = {name: np.concatenate([row[name] for row in rows]) for name in names}
     return frames | {"lengths": np.array([len(row["ids"]) for row in rows], dtype=np.int32)}
 
 
 def run_fields(step: int, micro_batches: list[list[int]], tokens: float, **changes) -> dict:
-    loss = {"clip_low": 0.2, "clip_high": 0.28, "is_level": "token", "is_mode": "clip", "is_low": 0.5, "is_high": 2.0}
+    loss = {
+        "clip_low": 0.2,
+        "clip_high": 0.28,
+        "is_level": "token",
+        "is_mode": "clip",
+        "is_low": 0.5,
+        "is_high": 2.0,
+    }
     return {
         "step": step,
         "version": step,
@@ -104,11 +115,10 @@ def tokens_of(rows) -> float:
     return float(sum(int(row["loss_mask"].sum()) for row in rows))
 
 
-def give(rank: Trainer, step: int, rows, **changes) -> dict:
+def give(rank: Trainer, step: int, rows, /, **changes) -> dict:
     """`rows` in one part, then `run`; changes are to the fields of `run`."""
     rank.answer("rows", {"step": step, "part": 0, "of": 1}, frames_of(rows))
-    fields = run_fields(step, [list(range(len(rows)))], tokens_of(rows)) | changes
-    return rank.answer("run", fields, {})
+    return rank.answer("run", run_fields(step, [list(range(len(rows)))], tokens_of(rows)) | changes, {})
 
 
 # ---- One rank, in this process ----
@@ -122,7 +132,12 @@ def rank(models) -> Trainer:
 @pytest.mark.parametrize("kind", ["dense_tied", "moe"])
 def test_report_does_not_depend_on_split_layout_or_dummies(models, kind):
     rows = draw_batch()
-    splits = [[list(range(8))], [[0, 1, 2, 3], [4, 5, 6, 7]], [[i] for i in range(8)], [[7, 0, 3], [], [1, 2, 4, 5, 6]]]
+    splits = [
+        [list(range(8))],
+        [[0, 1, 2, 3], [4, 5, 6, 7]],
+        [[i] for i in range(8)],
+        [[7, 0, 3], [], [1, 2, 4, 5, 6]],
+    ]
     reports = []
     for micro_batches in splits:
         for packed in (True, False):
@@ -136,9 +151,15 @@ def test_report_does_not_depend_on_split_layout_or_dummies(models, kind):
 
 def test_logprobs_equal_a_plain_forward_and_first_tokens_are_zero(rank, models):
     rows = draw_batch(seed=3)
-    _, frames = rank.answer("logprobs", {"which": "policy", "temperature": 0.7}, {k: frames_of(rows)[k] for k in ("ids", "lengths")})
+    _, frames = rank.answer(
+        "logprobs",
+        {"which": "policy", "temperature": 0.7},
+        {k: frames_of(rows)[k] for k in ("ids", "lengths")},
+    )
     plain = AutoModelForCausalLM.from_pretrained(models["dense_tied"])
-    for row, got in zip(rows, np.split(frames["logprobs"], np.cumsum([len(r["ids"]) for r in rows])[:-1]), strict=True):
+    for row, got in zip(
+        rows, np.split(frames["logprobs"], np.cumsum([len(r["ids"]) for r in rows])[:-1]), strict=True
+    ):
         ids = torch.from_numpy(row["ids"]).long()
         every = (plain(ids[None]).logits[0] / 0.7).log_softmax(-1)
         want = torch.cat([torch.zeros(1), every[:-1].gather(1, ids[1:, None])[:, 0]])
@@ -153,6 +174,23 @@ def test_logprobs_of_many_rows_are_computed_in_bounded_groups_and_come_back_in_o
     assert np.abs(rank.answer("logprobs", fields, frames)[1]["logprobs"] - whole).max() < 1e-5
     empty = {"ids": np.zeros(0, np.int32), "lengths": np.zeros(0, np.int32)}
     assert len(rank.answer("logprobs", fields, empty)[1]["logprobs"]) == 0
+
+
+def test_logprobs_follow_every_step(models, tmp_path):
+    """A forward without backward leaves weights gathered; the next must not see them stale."""
+    rank = Trainer(options(models["dense_untied"]))
+    frames = {k: frames_of(draw_batch(seed=3))[k] for k in ("ids", "lengths")}
+    ids = torch.from_numpy(frames["ids"][:5]).long()
+    for step in range(3):
+        got = rank.answer("logprobs", {"which": "policy", "temperature": 1.0}, frames)[1]["logprobs"][:5]
+        push = {"version": step, "transport": "file", "path": str(tmp_path / "segment")}
+        table = rank.answer("push_weights", push, {})["tensors"]
+        plain = AutoModelForCausalLM.from_pretrained(models["dense_untied"])
+        load_into(plain, verify_segment(push["path"], table))
+        every = plain(ids[None]).logits[0].log_softmax(-1)
+        want = every[:-1].gather(1, ids[1:, None])[:, 0].detach().numpy()
+        assert np.abs(got[1:] - want).max() < 1e-5
+        give(rank, step, draw_batch(seed=step))
 
 
 def test_mismatch_is_zero_when_rollout_logprobs_are_the_trainers_own(models):
@@ -191,7 +229,11 @@ def test_repeating_a_run_repeats_every_bit(models, tmp_path):
         rank = Trainer(options(models["moe"]))
         for step in range(2):
             give(rank, step, draw_batch(seed=step))
-        tables.append(rank.answer("push_weights", {"version": 1, "transport": "file", "path": str(tmp_path / f"{i}")}, {}))
+        tables.append(
+            rank.answer(
+                "push_weights", {"version": 1, "transport": "file", "path": str(tmp_path / f"{i}")}, {}
+            )
+        )
     assert tables[0]["tensors"] == tables[1]["tensors"]  # checksums among them
 
 
@@ -323,7 +365,12 @@ class Ranks:
         environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TQDM_DISABLE": "1"}
         self.processes = {}
         for name in self.names:
-            command = [sys.executable, str(ROOT / "workers" / "trainer.py"), "--endpoint", f"tcp://127.0.0.1:{port}"]
+            command = [
+                sys.executable,
+                str(ROOT / "workers" / "trainer.py"),
+                "--endpoint",
+                f"tcp://127.0.0.1:{port}",
+            ]
             with open(self.logs[name], "wb") as log:
                 self.processes[name] = subprocess.Popen(
                     [*command, "--worker-id", name],
@@ -369,7 +416,9 @@ class Ranks:
         self.ask(self.names[0], kind, fields, frames)
         return self.receive("ok", "error")[1]
 
-    def ask_all(self, kind: str, fields: list[dict] | dict, frames: list[dict] | dict | None = None) -> list[protocol.Message]:
+    def ask_all(
+        self, kind: str, fields: list[dict] | dict, frames: list[dict] | dict | None = None
+    ) -> list[protocol.Message]:
         """One request to every rank, the same or one each; answers in rank order."""
         for r, name in enumerate(self.names):
             mine = frames[r] if isinstance(frames, list) else frames
@@ -429,17 +478,23 @@ TWO_RANKS = [[[0, 1], [2, 3]], [[0, 1, 2, 3], []]]
 
 @pytest.fixture(scope="module")
 def two_ranks(models, start, tmp_path_factory) -> dict:
-    """One run of two ranks, looked at by the tests below: two steps, a save, a third step, killed, started again."""
+    """One run of two ranks for the tests below: two steps, a save, a third step, killed, restored."""
     work, seen = tmp_path_factory.mktemp("two"), {}
     ranks = start("moe", 2)
     seen["info"] = ranks.info
     push = {"version": 0, "transport": "file", "path": str(work / "segment")}
     answers = ranks.ask_all("push_weights", push)
     seen["first_push"] = [a.fields["tensors"] for a in answers]
-    seen["loaded"] = {k: v.clone() for k, v in verify_segment(push["path"], answers[0].fields["tensors"]).items()}
+    seen["loaded"] = {
+        k: v.clone() for k, v in verify_segment(push["path"], answers[0].fields["tensors"]).items()
+    }
     rows = draw_batch(seed=9)
     frames = [frames_of(rows), frames_of(rows[:1])]  # as many micro-batches as the larger share needs
-    logprobs = ranks.ask_all("logprobs", {"which": "policy", "temperature": 1.0}, [{k: f[k] for k in ("ids", "lengths")} for f in frames])
+    logprobs = ranks.ask_all(
+        "logprobs",
+        {"which": "policy", "temperature": 1.0},
+        [{k: f[k] for k in ("ids", "lengths")} for f in frames],
+    )
     seen["logprobs"] = [a.frames["logprobs"].copy() for a in logprobs]
     seen["steps"] = [ranks.step(s, draw_batch(seed=s), TWO_RANKS) for s in range(2)]
     ranks.ask_all("save", {"step": 2, "path": str(work / "saved")})
@@ -480,7 +535,9 @@ def test_two_ranks_take_the_steps_of_one(two_ranks, models):
 
 def test_two_ranks_give_the_logprobs_of_one(two_ranks, models):
     frames = {k: frames_of(draw_batch(seed=9))[k] for k in ("ids", "lengths")}
-    alone = Trainer(options(models["moe"])).answer("logprobs", {"which": "policy", "temperature": 1.0}, frames)[1]["logprobs"]
+    alone = Trainer(options(models["moe"])).answer(
+        "logprobs", {"which": "policy", "temperature": 1.0}, frames
+    )[1]["logprobs"]
     both, first = two_ranks["logprobs"]
     assert np.abs(both - alone).max() < 1e-5
     assert np.abs(first - alone[: len(first)]).max() < 1e-5
@@ -503,9 +560,13 @@ def test_one_rank_goes_on_from_a_checkpoint_of_two(two_ranks, models):
 def test_two_ranks_export_what_they_push(two_ranks, models):
     exported = load_file(f"{two_ranks['export']}/model.safetensors")
     assert sorted(exported) == sorted(e["name"] for e in two_ranks["after_third"])
-    model, report = AutoModelForCausalLM.from_pretrained(two_ranks["export"], output_loading_info=True)
+    loaded: Any = AutoModelForCausalLM.from_pretrained(two_ranks["export"], output_loading_info=True)
+    model, report = loaded
     assert not report["missing_keys"] and not report["unexpected_keys"]
-    assert json.loads(Path(two_ranks["export"], "config.json").read_text())["model_type"] == model.config.model_type
+    assert (
+        json.loads(Path(two_ranks["export"], "config.json").read_text())["model_type"]
+        == model.config.model_type
+    )
 
 
 def test_ranks_end_with_status_0_on_stop(two_ranks):

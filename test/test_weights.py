@@ -1,4 +1,4 @@
-"""Weights: hub names out of the sharded model, through a file, into a plain one; every kind of damage is refused."""
+"""Weights: hub names out of a sharded model, through a file, into a plain one; damage is refused."""
 
 import os
 import struct
@@ -6,11 +6,12 @@ import zlib
 
 import pytest
 import torch
-from model import ModelSettings, build, make_batch, policy_logprobs
-from optim import Optimizer, OptimSettings
 from safetensors.torch import load_file
 from tiny_models import KINDS, draw_weights, join_group_of_one, make_config, make_model
 from transformers import AutoModelForCausalLM
+
+from model import ModelSettings, build, make_batch, policy_logprobs
+from optim import Optimizer, OptimSettings
 from weights import WeightsError, hub_layout, hub_tensors, load_into, verify_segment, write_segment
 
 join_group_of_one()
@@ -163,11 +164,20 @@ def test_one_flipped_bit_is_refused_by_tensor_name_and_nothing_is_copied(segment
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (lambda t: t.pop("model.layers.2.mlp.experts.7.down_proj.weight"), "experts.7.down_proj.weight of the model was not"),
+        (
+            lambda t: t.pop("model.layers.2.mlp.experts.7.down_proj.weight"),
+            "experts.7.down_proj.weight was not sent",
+        ),
         (lambda t: t.update({"model.extra.weight": torch.zeros(1)}), "model.extra.weight was sent but"),
-        (lambda t: t.update({"model.norm.weight": torch.zeros(65)}), r"model.norm.weight was sent as \[65\], want \[64\]"),
-        (lambda t: t.update({"model.norm.weight": torch.zeros(64, dtype=torch.int32)}), "model.norm.weight was sent as"),
-        (lambda t: t.clear(), "model.embed_tokens.weight of the model was not sent"),
+        (
+            lambda t: t.update({"model.norm.weight": torch.zeros(65)}),
+            r"model.norm.weight was sent as \[65\], want \[64\]",
+        ),
+        (
+            lambda t: t.update({"model.norm.weight": torch.zeros(64, dtype=torch.int32)}),
+            "model.norm.weight was sent as",
+        ),
+        (lambda t: t.clear(), "model.embed_tokens.weight was not sent"),
     ],
 )
 def test_a_set_of_tensors_that_is_not_the_model_is_refused_before_the_first_copy(segment, damage, message):
@@ -184,8 +194,8 @@ def test_a_set_of_tensors_that_is_not_the_model_is_refused_before_the_first_copy
     ("change", "message"),
     [
         ({"dtype": "f16"}, "unknown dtype"),
-        ({"bytes": 4}, "its shape"),
-        ({"shape": [64, 65]}, "its shape"),
+        ({"bytes": 4}, ", shape "),
+        ({"shape": [64, 65]}, ", shape "),
         ({"offset": 1}, "does not fit"),
         ({"offset": 64 * 10**6}, "does not fit"),
         ({"offset": -64}, "does not fit"),

@@ -2,14 +2,16 @@
 
     make_model("moe", directory, seed=3)      kinds: dense_tied dense_untied moe llama
 
-Each directory holds config.json, model.safetensors, a byte-level tokenizer (ids 0..255 are the byte alphabet, special
-tokens follow) and a ChatML template that knows tool calls and tool results. Two seeds give two policies of one shape:
-"the trainer's next weights". Weights are sharp on purpose: with the usual 0.02 every distribution is nearly uniform
-and a scrambled expert or a wrong head would move a logprob by less than a tolerance.
-Used by the tests of the trainer, the engine and the tokenizer; nothing in molt or workers reads it.
+Each directory holds config.json, model.safetensors, a byte-level tokenizer (ids 0..255 are the byte
+alphabet, special tokens follow) and a ChatML template that knows tool calls and tool results. Two seeds
+give two policies of one shape: "the trainer's next weights". Weights are sharp on purpose: with the usual
+0.02 every distribution is nearly uniform and a scrambled expert or a wrong head would move a logprob by
+less than a tolerance. Used by the tests of the trainer, the engine and the tokenizer; nothing in molt or
+workers reads it.
 """
 
 import os
+from typing import Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
@@ -27,24 +29,24 @@ from transformers import (
 )
 
 KINDS = ("dense_tied", "dense_untied", "moe", "llama")
-SPECIALS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>"]
+SPECIALS = [
+    "<|endoftext|>",
+    "<|im_start|>",
+    "<|im_end|>",
+    "<tool_call>",
+    "</tool_call>",
+    "<tool_response>",
+    "</tool_response>",
+]
 VOCAB_SIZE = 264  # 256 bytes, 7 specials, one id that no text uses
 IM_END = 256 + SPECIALS.index("<|im_end|>")
 
 CHAT_TEMPLATE = """\
-{%- if tools %}<|im_start|>system
-Tools:{% for t in tools %} {{ t | tojson }}{% endfor %}<|im_end|>
-{% endif %}
-{%- for m in messages %}
-{%- if m.role == 'tool' %}<|im_start|>user
-<tool_response>{{ m.content }}</tool_response><|im_end|>
-{% else %}<|im_start|>{{ m.role }}
-{{ m.content or '' }}
-{%- for c in m.tool_calls or [] %}<tool_call>{"name": "{{ c.name }}", "arguments": {{ c.arguments }}}</tool_call>
-{%- endfor %}<|im_end|>
-{% endif %}
-{%- endfor %}
-{%- if add_generation_prompt %}<|im_start|>assistant
+{%- if tools %}<|im_start|>system Tools:{% for t in tools %} {{ t | tojson }}{% endfor %}<|im_end|> {% endif
+%} {%- for m in messages %} {%- if m.role == 'tool' %}<|im_start|>user <tool_response>{{ m.content
+}}</tool_response><|im_end|> {% else %}<|im_start|>{{ m.role }} {{ m.content or '' }} {%- for c in
+m.tool_calls or [] %}<tool_call>{"name": "{{ c.name }}", "arguments": {{ c.arguments }}}</tool_call> {%-
+endfor %}<|im_end|> {% endif %} {%- endfor %} {%- if add_generation_prompt %}<|im_start|>assistant
 {% endif %}"""
 
 
@@ -63,25 +65,25 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def make_config(kind: str):
-    shape = dict(
-        vocab_size=VOCAB_SIZE,
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        max_position_embeddings=2048,
-        rms_norm_eps=1e-6,
-        eos_token_id=IM_END,
-        pad_token_id=256,
-        bos_token_id=None,
-        tie_word_embeddings=kind == "dense_tied",
-    )
+    shape: dict[str, Any] = {
+        "vocab_size": VOCAB_SIZE,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 3 if kind == "moe" else 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "max_position_embeddings": 2048,
+        "rms_norm_eps": 1e-6,
+        "eos_token_id": IM_END,
+        "pad_token_id": 256,
+        "bos_token_id": None,
+        "tie_word_embeddings": kind == "dense_tied",
+    }
+    experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
     if kind == "moe":
         # The first layer stays dense, as in DeepSeek and some Qwen models.
-        experts = dict(num_experts=8, num_experts_per_tok=2, moe_intermediate_size=32, norm_topk_prob=True)
-        return Qwen3MoeConfig(**(shape | experts | dict(num_hidden_layers=3, mlp_only_layers=[0])))
+        return Qwen3MoeConfig(**(shape | experts), norm_topk_prob=True, mlp_only_layers=[0])
     if kind == "llama":
         return LlamaConfig(**shape)
     if kind in ("dense_tied", "dense_untied"):

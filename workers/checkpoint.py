@@ -6,10 +6,10 @@
     export   path/  model*.safetensors, config, tokenizer files and chat template: loads in stock transformers
 
 Invariants
-  1. A save goes into a directory that holds no checkpoint yet; every file is synced before the reply. Whether it is
-     complete is said by the controller's manifest and its rename, never here.
-  2. A restore finds exactly the tensors it needs, by name and shape, or changes nothing: DCP alone would leave what
-     the files lack as it was, silently.
+  1. A save goes into a directory that holds no checkpoint yet; every file is synced before the reply.
+     Whether it is complete is said by the controller's manifest and its rename, never here.
+  2. A restore finds exactly the tensors it needs, by name and shape, or changes nothing: DCP alone would
+     leave what the files lack as it was, silently.
   3. Any number of ranks restores what any other number saved. Same number on a CPU: bit for bit.
 Callers: trainer.py.
 """
@@ -20,16 +20,17 @@ import shutil
 
 import torch
 import torch.distributed as dist
-from optim import Optimizer
 from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+
+from optim import Optimizer
 from weights import hub_tensors
 
 TRAINER_FILE = "trainer.json"
 SHARD_BYTES = 4 * 1024**3
 # Not copied into an export: the source's own weights in any of their formats.
-WEIGHT_SUFFIXES = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".pt", ".pth", ".gguf", ".h5")
+WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".index.json")
 
 
 class CheckpointError(Exception):
@@ -64,6 +65,9 @@ def restore(path: str, model, optimizer: Optimizer) -> int:
         stored = reader.read_metadata().state_dict_metadata
     except (OSError, ValueError, KeyError) as error:
         raise CheckpointError(f"Cannot restore {path}: {error}") from error
+    same_ranks = saved["world_size"] == dist.get_world_size()
+    if same_ranks and not os.path.exists(rng_file(path, dist.get_rank())):
+        raise CheckpointError(f"Cannot restore {path}: it has no random state of rank {dist.get_rank()}")
     state = trainer_state(model, optimizer)
     for key in sorted(state.keys() | stored.keys()):
         if key not in stored:
@@ -72,12 +76,14 @@ def restore(path: str, model, optimizer: Optimizer) -> int:
             raise CheckpointError(f"Cannot restore {path}: this model has no {key}")
         size = tuple(getattr(stored[key], "size", ()))
         if size != tuple(state[key].shape):
-            raise CheckpointError(f"Cannot restore {path}: {key} is {list(size)}, want {list(state[key].shape)}")
+            wanted = list(state[key].shape)
+            raise CheckpointError(f"Cannot restore {path}: {key} is {list(size)}, want {wanted}")
     state_dict_loader.load(state, storage_reader=reader)  # in place
-    if saved["world_size"] == dist.get_world_size():
+    if same_ranks:
         set_random_state(load_file(rng_file(path, dist.get_rank())))
     else:
-        print(f"Restored {path} of {saved['world_size']} ranks into {dist.get_world_size()}: random states start anew")
+        ranks = f"{saved['world_size']} ranks into {dist.get_world_size()}"
+        print(f"Restored {path} of {ranks}: random states start anew", flush=True)
     return int(saved["step"])
 
 
@@ -113,8 +119,9 @@ def set_random_state(state: dict[str, torch.Tensor]) -> None:
 
 def export(path: str, model, source: str, dtype: str) -> None:
     """
-    A Hugging Face directory: weights of `model` under their hub names, everything else from `source`. Collective; rank 0
-    writes. `dtype` is what the config will say; tensors that the trainer keeps in fp32 stay fp32 in the file.
+    A Hugging Face directory: weights of `model` under their hub names, everything else from `source`.
+    Collective; rank 0 writes. `dtype` is what the config will say; tensors that the trainer keeps in fp32
+    stay fp32 in the file.
     """
     os.makedirs(path, exist_ok=True)
     if os.path.exists(os.path.join(path, "config.json")):

@@ -3,11 +3,12 @@ The torch engine worker: the embedded slot engine behind the wire (protocol.py, 
 
     receive what waits -> one step -> send its tokens -> again; asleep when there is nothing to do
 
-Requests are answered between steps, in order, so a step's tokens are wholly before or after any answer. A pause that
-drains is answered when it has drained, while other requests go on being answered. `stop` lets what runs finish.
-Options: {model_path, device, dtype, max_requests, max_len, prefill_tokens, seed}; sampling is seeded per request, so
-`seed` has no effect here. Heavy imports come after `welcome`, so that heartbeats go out while they load.
-Started by launch.ts. The engine itself is slot_engine.py; it knows nothing of processes and sockets.
+Requests are answered between steps, in order, so a step's tokens are wholly before or after any answer. A
+pause that drains is answered when it has drained, while other requests go on being answered. `stop` lets what
+runs finish. Options: {model_path, device, dtype, max_requests, max_len, prefill_tokens, seed}; sampling is
+seeded per request, so `seed` has no effect here. Heavy imports come after `welcome`, so that heartbeats go
+out while they load. Started by launch.ts. The engine itself is slot_engine.py; it knows nothing of processes
+and sockets.
 """
 
 from __future__ import annotations
@@ -77,7 +78,7 @@ class Loop:
             event, fields, frames = answer(self.engine, request)
             self.send(event)
             self.runtime.reply(request, fields, frames)
-        except Exception as exc:  # the edge between the engine and the wire: every failure is an answer
+        except Exception as exc:  # noqa: BLE001 at this edge every failure is an answer
             self.pauses = [p for p in self.pauses if p is not request]
             self.runtime.reply_error(request, exc)
 
@@ -100,11 +101,11 @@ class Loop:
 def main() -> None:
     runtime = Runtime.connect("engine", CAPABILITIES)
     options = runtime.options
-    from model import ModelError
+    from model import ModelError, device_named
     from slot_engine import Engine, load_model
 
     try:
-        model = load_model(options["model_path"], options["dtype"], options["device"])
+        model = load_model(options["model_path"], options["dtype"], device_named(options["device"]))
     except (ModelError, OSError, ValueError) as error:
         sys.exit(f"Cannot load {options['model_path']}: {error}")
     sizes = {name: options[name] for name in ("max_requests", "max_len", "prefill_tokens")}

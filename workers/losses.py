@@ -4,16 +4,17 @@ Per trained token, with A its advantage and every logprob taken at the sampled i
 
     x = clamp(logprob - old, -30, 30)         r = exp(x)
     surrogate = -min(r A, clamp(r, 1 - clip_low, 1 + clip_high) A)
-    w = exp(clamp(old - rollout, -30, 30))    how far the trainer, before the step, is from the engine that sampled
+    w = exp(clamp(old - rollout, -30, 30))    the trainer before the step against the engine that sampled
     coefficient: off 1 | mask  w if low <= w <= high else 0 | clip  clamp(w, low, high) | trunc  min(w, high)
     loss = sum over trained tokens of coefficient * surrogate / denominator
 
-`logprob` is of the weights being trained, `old` of the trainer's weights before the step, `rollout` of the engine.
-Without `old` it is the current logprob held constant: r is exactly 1 and the gradient is REINFORCE's.
+`logprob` is of the weights being trained, `old` of the trainer's weights before the step, `rollout` of the
+engine. Without `old` it is the current logprob held constant: r is exactly 1 and the gradient is
+REINFORCE's.
 
 Invariants
-  1. The denominator comes from the controller and is the same for all micro-batches and ranks of a step. Tokens that
-     the importance gate rejects stay in it.
+  1. The denominator comes from the controller and is the same for all micro-batches and ranks of a step.
+     Tokens that the importance gate rejects stay in it.
   2. Values at masked positions have no effect, NaN included: where(mask, x, 0), never x * mask.
   3. A NaN at a trained position is not repaired: it reaches the loss, and the step is skipped and counted.
      (Upstream turns it into ratio 1, which trains on a lie. Infinite differences clamp to 30 as there.)
@@ -46,7 +47,8 @@ class LossOptions:
         require(self.is_level in IS_LEVELS, "is_level", self.is_level, " or ".join(IS_LEVELS))
         require(self.is_mode in IS_MODES, "is_mode", self.is_mode, ", ".join(IS_MODES))
         if self.is_level != "off":
-            require(0 <= self.is_low <= self.is_high, "is_low", self.is_low, f"from 0 to is_high, {self.is_high}")
+            wanted = f"from 0 to is_high, {self.is_high}"
+            require(0 <= self.is_low <= self.is_high, "is_low", self.is_low, wanted)
             require(self.is_high > 0, "is_high", self.is_high, "above 0")
 
 

@@ -1,25 +1,27 @@
 """The policy: an unmodified transformers model, cut over the ranks by FSDP2, and its per-token logprobs.
 
-    build(path, settings) -> model            every rank reads only its own shard
-    policy_logprobs(model, batch, ...)        log softmax(logits / temperature)[token], and the entropy, per wanted token
+    build(path, settings) -> model         every rank reads only its own shard
+    policy_logprobs(model, batch, ...)     log softmax(logits / temperature)[token], entropy, per wanted token
 
-This is the only file that knows transformers' distributed API. One private name joins the two worlds: while a model
-loads, `transformers.distributed.mixin.apply_fully_sharded_data_parallelism` is our `wrap`, which chooses groups and
-precision. Tensor, expert and context parallelism enter here (mesh sizes in `build`, groups in `wrap`), nowhere else.
+This is the only file that knows transformers' distributed API. One private name joins the two worlds: while
+a model loads, `transformers.distributed.mixin.apply_fully_sharded_data_parallelism` is our `wrap`, which
+chooses groups and precision. Tensor, expert and context parallelism enter here (mesh sizes in `build`,
+groups in `wrap`), nowhere else.
 
 Invariants
-  1. Master weights and gradients are fp32. With param_dtype bf16 the decoder layers compute in bf16; the router, the
-     embedding, the last norm and the lm_head stay fp32 (their rounding decides experts and logprobs).
+  1. Master weights and gradients are fp32. With param_dtype bf16 the decoder layers compute in bf16; the
+     router, the embedding, the last norm and the lm_head stay fp32 (their rounding decides experts and
+     logprobs).
   2. World size 1 takes the same path on a mesh of one rank.
   3. Logits exist for at most `chunk` tokens at a time, forward and backward.
   4. Every forward runs the same collectives whatever the batch holds, so ranks may have different rows.
   5. One row = one sequence: rows of a micro-batch never attend to each other, packed or padded.
 
-Two layouts of a micro-batch: packed = all rows in one line (1, T), positions restart at 0; padded = (rows, longest),
-padding on the right, where a causal model needs no mask. transformers' own packing on `sdpa` builds a T x T mask,
-1.6 to 2.2 times slower on a CPU at 8 to 16 rows of 75 tokens than the padded layout: so `sdpa` here means
-`rows_attention`, which lifts the queries and keys of a packed line into padded rows for the attention alone. That is
-as fast as padding, and rows of different lengths cost what they hold.
+Two layouts of a micro-batch: packed = all rows in one line (1, T), positions restart at 0; padded = (rows,
+longest), padding on the right, where a causal model needs no mask. transformers' own packing on `sdpa`
+builds a T x T mask, 1.6 to 2.2 times slower on a CPU at 8 to 16 rows of 75 tokens than the padded layout:
+so `sdpa` here means `rows_attention`, which lifts the queries and keys of a packed line into padded rows
+for the attention alone. That is as fast as padding, and rows of different lengths cost what they hold.
 Callers: trainer.py, checkpoint.py (through the model). Elsewhere called actor, policy worker.
 """
 
@@ -83,9 +85,11 @@ def build(model_path: str, settings: ModelSettings):
     if not os.path.isdir(model_path):
         raise ModelError(f"Cannot load {model_path}: not a directory")
     if settings.param_dtype not in PARAM_DTYPES:
-        raise ModelError(f"Unknown param_dtype {settings.param_dtype!r}, want one of {', '.join(PARAM_DTYPES)}")
+        raise ModelError(
+            f"Unknown param_dtype {settings.param_dtype!r}, want one of {', '.join(PARAM_DTYPES)}"
+        )
     own_attention = settings.attn_implementation == "sdpa"
-    # The attention's name lives in the config: a copy, so that no other model built from it changes with ours.
+    # The attention's name lives in the config: a copy, so that no other model of it changes with ours.
     config = copy.deepcopy(AutoConfig.from_pretrained(model_path))
     check_family(config)
     wrap_ours = partial(wrap, param_dtype=PARAM_DTYPES[settings.param_dtype])
@@ -107,7 +111,8 @@ def build(model_path: str, settings: ModelSettings):
     if settings.gradient_checkpoint:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     model.policy = types.MethodType(policy, model)
-    register_fsdp_forward_method(model, "policy")  # an inner module called by itself would meet sharded weights
+    # An inner module called by itself would meet sharded weights.
+    register_fsdp_forward_method(model, "policy")
     return model.train()
 
 
@@ -118,7 +123,9 @@ def check_family(config) -> None:
     if layers != {"full_attention"}:
         raise ModelError(f"Cannot train layers of type {', '.join(sorted(layers - {'full_attention'}))}")
     if getattr(config, "attention_dropout", 0.0):
-        raise ModelError(f"Cannot train with attention_dropout {config.attention_dropout}: logprobs would be random")
+        raise ModelError(
+            f"Cannot train with attention_dropout {config.attention_dropout}: logprobs would be random"
+        )
 
 
 def check_loaded(model_path: str, report) -> None:
@@ -126,7 +133,9 @@ def check_loaded(model_path: str, report) -> None:
     for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
         names = sorted(str(name) for name in report.get(kind) or ())
         if names:
-            raise ModelError(f"Cannot load {model_path}: {kind.replace('_', ' ')} {', '.join(names[:3])} ({len(names)})")
+            raise ModelError(
+                f"Cannot load {model_path}: {kind.replace('_', ' ')} {', '.join(names[:3])} ({len(names)})"
+            )
 
 
 @contextlib.contextmanager
@@ -139,6 +148,11 @@ def hooked(replacement) -> Iterator[None]:
         setattr(mixin, HOOK, original)
 
 
+def device_named(name: str) -> str:
+    """auto = cuda where there is one."""
+    return ("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else name
+
+
 def mesh_of_one(device: str) -> TransformersDeviceMesh:
     dense = init_device_mesh(device, (1, 1, 1), mesh_dim_names=("pp", "fsdp", "tp"))
     expert = init_device_mesh(device, (1, 1, 1), mesh_dim_names=("pp", "efsdp", "ep"))
@@ -149,8 +163,8 @@ def wrap(model, mesh_manager, *, param_dtype: torch.dtype):
     """
     FSDP2 groups: every decoder layer, then the root (embedding, last norm, lm_head).
 
-    The lm_head has no group of its own: it is called once per chunk, and a group would communicate once per call, a
-    number that differs between ranks.
+    The lm_head has no group of its own: it is called once per chunk, and a group would communicate once per
+    call, a number that differs between ranks.
     """
     mesh = mesh_manager.get_mesh("fsdp")
     whole = MixedPrecisionPolicy(param_dtype=torch.float32, reduce_dtype=torch.float32)
@@ -158,7 +172,7 @@ def wrap(model, mesh_manager, *, param_dtype: torch.dtype):
     for layer in model.base_model.layers:
         router = getattr(layer.mlp, "gate", None)
         if router is not None and param_dtype != torch.float32:
-            fully_shard(router, mesh=mesh, mp_policy=whole)  # casts its input up, so its own matmul runs in fp32
+            fully_shard(router, mesh=mesh, mp_policy=whole)  # casts its input up: its matmul runs in fp32
         fully_shard(layer, mesh=mesh, mp_policy=mixed)
     fully_shard(model, mesh=mesh, mp_policy=whole)
     model._is_fsdp_managed_module = True  # transformers reads it
@@ -170,9 +184,10 @@ def wrap(model, mesh_manager, *, param_dtype: torch.dtype):
 
 
 class RowIndex(NamedTuple):
-    """Where the tokens of a packed line lie in padded rows, and back. Rows are in buckets of similar length."""
+    """Where the tokens of a packed line lie in padded rows, and back. Buckets hold rows of similar length."""
 
-    takes: tuple[torch.Tensor, ...]  # per bucket (rows, longest): positions in the line; padding repeats the last token
+    # Per bucket (rows, longest): positions in the line; padding repeats the row's last token.
+    takes: tuple[torch.Tensor, ...]
     put: torch.Tensor  # (T,) positions in the buckets' padded rows, flattened one after the other
 
 
@@ -187,10 +202,12 @@ class Batch:
     targets: torch.Tensor  # (N,) the wanted ids
 
 
-def make_batch(rows: Sequence[torch.Tensor], wanted: Sequence[torch.Tensor], packed: bool, device: str = "cpu") -> Batch:
+def make_batch(
+    rows: Sequence[torch.Tensor], wanted: Sequence[torch.Tensor], packed: bool, device: str = "cpu"
+) -> Batch:
     """
-    `wanted[i][k]` asks for the logprob of token k of row i; never for k = 0, which nothing predicts. No rows at all
-    makes a dummy: one token, nothing wanted, the same work for the communication.
+    `wanted[i][k]` asks for the logprob of token k of row i; never for k = 0, which nothing predicts. No
+    rows at all makes a dummy: one token, nothing wanted, the same work for the communication.
     """
     if not rows:
         rows, wanted = [torch.zeros(1, dtype=torch.int64)], [torch.zeros(1, dtype=torch.bool)]
@@ -211,14 +228,14 @@ def make_batch(rows: Sequence[torch.Tensor], wanted: Sequence[torch.Tensor], pac
 
 
 def pad_rows(starts: torch.Tensor, lengths: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Positions in the line of each padded row's tokens, and which of them are no padding; both (rows, longest)."""
+    """Positions in the line of padded rows' tokens, and which of them are real; both (rows, longest)."""
     column = torch.arange(int(lengths.max()))
     take = starts[:, None] + torch.minimum(column[None], lengths[:, None] - 1)
     return take, column[None] < lengths[:, None]
 
 
 def bucket_rows(lengths: torch.Tensor) -> RowIndex:
-    """No row shares a bucket with one over twice its length, so padding never doubles the attention's work."""
+    """No row shares a bucket with one over twice its length, so padding at most doubles the tokens."""
     starts = lengths.cumsum(0) - lengths
     order = lengths.argsort(descending=True, stable=True)
     put = torch.empty(int(lengths.sum()), dtype=torch.int64)
@@ -239,8 +256,11 @@ def to_device(batch: Batch, device: str) -> Batch:
     def move(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.to(device, non_blocking=True)
 
-    index = RowIndex(tuple(move(t) for t in batch.index.takes), move(batch.index.put)) if batch.index else None
-    return Batch(move(batch.input_ids), move(batch.position_ids), index, move(batch.sources), move(batch.targets))
+    index = batch.index
+    if index is not None:
+        index = RowIndex(tuple(move(take) for take in index.takes), move(index.put))
+    ids, positions = move(batch.input_ids), move(batch.position_ids)
+    return Batch(ids, positions, index, move(batch.sources), move(batch.targets))
 
 
 # ---- Forward ----
@@ -276,18 +296,18 @@ AttentionInterface.register("molt_rows", rows_attention)
 
 def policy(self, batch: Batch, temperature: float, chunk: int, want_entropy: bool):
     """Bound to the model by `build`, because only a registered method sees gathered weights."""
-    extra = {"row_index": batch.index} if self.config._attn_implementation == "molt_rows" else {}
-    # use_cache=False: with a cache transformers ignores that positions restart, and rows attend to each other
-    out = self.base_model(input_ids=batch.input_ids, position_ids=batch.position_ids, use_cache=False, **extra)
-    hidden = out.last_hidden_state.flatten(0, 1)[batch.sources]  # (N, hidden)
+    call: dict[str, Any] = {"input_ids": batch.input_ids, "position_ids": batch.position_ids}
+    if self.config._attn_implementation == "molt_rows":
+        call["row_index"] = batch.index
+    # Without use_cache=False transformers ignores that positions restart, and rows attend to each other.
+    hidden = self.base_model(**call, use_cache=False).last_hidden_state
+    hidden = hidden.flatten(0, 1)[batch.sources]  # (N, hidden)
     count = len(batch.targets)
     one = partial(chunk_logprobs, self.get_output_embeddings(), temperature, want_entropy)
     if count <= chunk:  # also when N is 0: the lm_head must take part in every backward
         return one(hidden, batch.targets)
-    parts = [
-        checkpoint(one, hidden[i : i + chunk], batch.targets[i : i + chunk], use_reentrant=False, preserve_rng_state=False)
-        for i in range(0, count, chunk)
-    ]
+    forgetful = partial(checkpoint, one, use_reentrant=False, preserve_rng_state=False)
+    parts = [forgetful(h, t) for h, t in zip(hidden.split(chunk), batch.targets.split(chunk), strict=True)]
     return torch.cat([p[0] for p in parts]), torch.cat([p[1] for p in parts])
 
 
@@ -304,7 +324,7 @@ def chunk_logprobs(head, temperature: float, want_entropy: bool, hidden: torch.T
 
 def policy_logprobs(model, batch: Batch, temperature: float, chunk: int, want_entropy: bool = False):
     """
-    (logprobs, entropies), each (N,) fp32: of the wanted tokens under softmax(logits / temperature), and of that whole
-    distribution at their position (no gradient; zeros unless asked for).
+    (logprobs, entropies), each (N,) fp32: of the wanted tokens under softmax(logits / temperature), and of
+    that whole distribution at their position (no gradient; zeros unless asked for).
     """
     return model.policy(batch, temperature, chunk, want_entropy)

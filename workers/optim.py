@@ -1,8 +1,8 @@
 """AdamW over the sharded weights, one gradient norm for all of them, and the decision to skip a step.
 
 Invariants
-  1. The norm is that of the whole gradient whatever the meshes: each mesh's share is summed over its ranks, then the
-     squares are added. torch's own clip_grad_norm_ raises when meshes are mixed.
+  1. The norm is that of the whole gradient whatever the meshes: each mesh's share is summed over its ranks,
+     then the squares are added. torch's own clip_grad_norm_ raises when meshes are mixed.
   2. All ranks step, or none does: a non-finite loss on one rank is known to all before anyone moves.
   3. A skipped step leaves weights and moments bit for bit as they were, and drops the gradients.
 Callers: trainer.py; checkpoint.py reads the state. Elsewhere called optimizer, clip_grad_norm.

@@ -9,8 +9,8 @@ Invariants
   2. Every request handed out gets exactly one reply; one cancelled or expired while queued is answered here
      and never seen by the work thread.
   3. `seq` is given in the order of sending, under one lock, and only to messages that could be packed.
-  4. The process ends when its parent does (end-of-file on stdin kills the process group) and when its link
-     is lost: there is no reconnecting, a new process says hello.
+  4. The process and its group end when the parent does (end-of-file on stdin) and when the link is lost:
+     there is no reconnecting, a new process says hello.
   5. Nothing waits by polling: an idle worker sleeps in the kernel, both threads are woken by what they wait
      for.
 
@@ -47,11 +47,14 @@ import protocol
 
 ZMTP_HEARTBEAT_MS = 2_000
 ZMTP_TIMEOUT_MS = 20_000
-LINGER_MS = 5_000  # last words of a process that ends in order
+LINGER_MS = 1_500  # last words of a process that ends in order; why below the heartbeat: molt/bus.ts
 RECEIVE_BURST = 64  # messages taken from the socket before the other duties get their turn
 ACK_BYTES = (
     16 * 1024 * 1024
 )  # a heartbeat goes out early after this much: the controller bounds what is unsent
+SWITCH_S = (
+    0.0005  # the I/O thread waits this long for a busy work thread's interpreter lock; Python's own: 0.005
+)
 LETTERS = {"engine": "E", "trainer": "T", "tokenizer": "K", "runner": "R"}
 EXIT_REFUSED = 3
 
@@ -164,6 +167,7 @@ class Runtime:
         args = _parse_args()
         if os.getpgrp() != os.getpid():
             os.setpgid(0, 0)  # the rule of parent death kills the group: it must be ours
+        sys.setswitchinterval(SWITCH_S)
         faulthandler.enable()
         faulthandler.register(signal.SIGUSR1, all_threads=True)
         secret = json.loads(_read_line(0))["secret"]
@@ -303,13 +307,13 @@ class Runtime:
                 self._wake_read.recv(4096)
             self._woken = False
             if stdin in events and not os.read(stdin, 4096):
-                _die_with_parent()
+                _kill_own_group("the parent is gone")
             if self._socket in events:
                 self._receive_burst()
             if self._monitor in events:
                 event = monitor.recv_monitor_message(self._monitor)
-                if not self._closing:
-                    raise ConnectionError(f"lost the link to the controller (event {int(event['event'])})")
+                if not self._closing:  # with the link the parent may be gone, too
+                    _kill_own_group(f"the link to the controller is gone (event {int(event['event'])})")
             if due == math.inf and self._heartbeat_s != math.inf:
                 due = time.monotonic()  # just welcomed
             if time.monotonic() >= due or (self._unacknowledged >= ACK_BYTES and due != math.inf):
@@ -486,8 +490,8 @@ def _read_line(fd: int) -> bytes:
     return line
 
 
-def _die_with_parent() -> NoReturn:
-    print("the parent is gone", file=sys.stderr, flush=True)
+def _kill_own_group(reason: str) -> NoReturn:
+    print(f"ends: {reason}", file=sys.stderr, flush=True)
     os.killpg(os.getpgrp(), signal.SIGKILL)
     os._exit(1)
 

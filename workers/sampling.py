@@ -3,15 +3,15 @@ Sampling: logits to token ids and their logprobs, so that a seed gives the same 
 
     u(seed, index) -> the first id whose cumulative probability exceeds u
 
-Each draw is a function of (seed, token index) alone: no generator has a state, so it does not matter what else is in
-the batch, when a request was resumed, or on which engine. Distributions are those of transformers' warpers in the order
-temperature, top_k, top_p (ties at the k-th place stay in).
+Each draw is a function of (seed, token index) alone: no generator has a state, so it does not matter what
+else is in the batch, when a request was resumed, or on which engine. Distributions are those of transformers'
+warpers in the order temperature, top_k, top_p (ties at the k-th place stay in).
 
 Invariants
-  1. The logprob returned is that of the distribution the token was drawn from, in fp32. For greedy rows that is the
-     softmax of the raw logits (temperature 1, nothing filtered).
-  2. A token of probability 0 is never returned. A row that is not finite gives a logprob that is not finite, and
-     the caller ends that request.
+  1. The logprob returned is that of the distribution the token was drawn from, in fp32. For greedy rows that
+     is the softmax of the raw logits (temperature 1, nothing filtered).
+  2. A token of probability 0 is never returned. A row that is not finite gives a logprob that is not finite,
+     and the caller ends that request.
 Called by engine_torch.py once per step. Elsewhere called sampler, logits processors.
 """
 
@@ -21,6 +21,7 @@ import torch
 GOLDEN = np.uint64(0x9E3779B97F4A7C15)  # of splitmix64 (Steele, Lea, Flood 2014), as are the two below
 MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
 MIX_2 = np.uint64(0x94D049BB133111EB)
+SMALLEST = np.finfo(np.float32).tiny  # a temperature below it would be 0 in fp32
 
 
 def uniforms(seeds: np.ndarray, indexes: np.ndarray) -> np.ndarray:
@@ -42,14 +43,16 @@ def sample(
     """
     ids (n,) i64 and logprobs (n,) f32 for logits (n, vocab).
 
-    temperature 0 is greedy; top_k 0 and top_p 1 are off. `draws` are `uniforms` of the rows. Work that no row asks for
-    is not done: a plain temperature-1 batch costs one softmax and one cumulative sum.
+    temperature 0 is greedy; top_k 0 and top_p 1 are off. `draws` are `uniforms` of the rows. Work that no row
+    asks for is not done: a plain temperature-1 batch costs one softmax and one cumulative sum.
     """
     device = logits.device
     greedy = temperature == 0
     x = logits.float()
     if (temperature != 1).any():
-        divisor = torch.from_numpy(np.where(greedy, 1, temperature).astype(np.float32)).to(device)
+        divisor = torch.from_numpy(
+            np.where(greedy, 1, np.maximum(temperature, SMALLEST)).astype(np.float32)
+        ).to(device)
         # From the maximum down, so that a very small temperature gives -inf and not NaN.
         x = (x - x.amax(-1, keepdim=True)) / divisor[:, None]
     limited = np.flatnonzero(((top_k > 0) | (top_p < 1)) & ~greedy)
@@ -62,14 +65,16 @@ def sample(
     else:
         ids = draw(probs, torch.from_numpy(draws).to(device))
         if greedy.any():
-            ids = torch.where(torch.from_numpy(greedy).to(device)[:, None], probs.argmax(-1, keepdim=True), ids)
+            ids = torch.where(
+                torch.from_numpy(greedy).to(device)[:, None], probs.argmax(-1, keepdim=True), ids
+            )
     # The log of one entry, not of all: a drawn probability is never so small that fp32 would lose it.
     logprobs = probs.gather(1, ids).log_()
     return ids.view(-1).cpu().numpy(), logprobs.view(-1).cpu().numpy()
 
 
 def draw(probs: torch.Tensor, draws: torch.Tensor) -> torch.Tensor:
-    """(n, 1) ids by inverse transform: the first id whose cumulative probability is greater than u times the total."""
+    """(n, 1) ids by inverse transform: the first whose cumulative probability exceeds u times the total."""
     cumulative = probs.cumsum(-1)
     ids = torch.searchsorted(cumulative, draws[:, None] * cumulative[:, -1:], right=True)
     return ids.clamp_(max=probs.shape[1] - 1)

@@ -14,7 +14,7 @@
  *   3. render(messages + turn + more) = render(messages) + the turn's ids + suffix(turn, more).
  * Called by simulated.ts. Pure; the processes and the wire are there.
  */
-import { type Json, type Message, type Sampling, type ToolCall, invariant } from '../molt/types.ts';
+import { invariant, type Json, type Message, type Sampling, type ToolCall } from '../molt/types.ts';
 
 // ---- Vocabulary ----
 
@@ -128,7 +128,8 @@ export function parseTurn(ids: readonly number[], readCalls = true): Parsed {
   let error: string | null = null;
   const said = text.slice(think?.[0].length ?? 0);
   const reasoning = think?.[1]?.trim() ?? null;
-  if (!readCalls || !said.includes('<tool_call>')) return { text, content: said, reasoning, tool_calls: [], error: null };
+  if (!readCalls || !said.includes('<tool_call>'))
+    return { text, content: said, reasoning, tool_calls: [], error: null };
   const content = said.replace(/\s*<tool_call>([\s\S]*?)<\/tool_call>/g, (all, body: string) => {
     const call = parseCall(body);
     if (typeof call !== 'string') calls.push(call);
@@ -147,7 +148,8 @@ function parseCall(body: string): ToolCall | string {
     const name = (value as { name?: unknown } | null)?.name;
     const args = (value as { arguments?: unknown } | null)?.arguments;
     if (typeof name !== 'string' || name === '') return 'Tool call has no name';
-    if (typeof args !== 'object' || args === null || Array.isArray(args)) return 'Tool call arguments are not an object';
+    if (typeof args !== 'object' || args === null || Array.isArray(args))
+      return 'Tool call arguments are not an object';
     return { name, arguments: rawValue(body, 'arguments') };
   } catch (cause) {
     return `Tool call is not JSON: ${(cause as Error).message}`;
@@ -220,7 +222,10 @@ export function initialWeights(seed: number): Float32Array {
 /** A safetensors file, so that other tools read what is exported here. Bytes: header length, header, tensors. */
 export function packWeights(weights: Float32Array): Buffer {
   const header = Object.fromEntries(
-    TENSORS.map(({ name, shape, from, size }) => [name, { dtype: 'F32', shape, data_offsets: [4 * from, 4 * (from + size)] }]),
+    TENSORS.map(({ name, shape, from, size }) => [
+      name,
+      { dtype: 'F32', shape, data_offsets: [4 * from, 4 * (from + size)] },
+    ]),
   );
   const text = JSON.stringify(header);
   const head = Buffer.from(text.padEnd(8 * Math.ceil(text.length / 8)));
@@ -233,7 +238,10 @@ export function packWeights(weights: Float32Array): Buffer {
 export function unpackWeights(file: Buffer): Float32Array {
   const data = Uint8Array.from(file.subarray(8 + Number(file.readBigUInt64LE())));
   const weights = new Float32Array(NUM_PARAMETERS);
-  if (data.length !== weights.byteLength || !packWeights(weights).subarray(0, -data.length).equals(file.subarray(0, -data.length))) {
+  if (
+    data.length !== weights.byteLength ||
+    !packWeights(weights).subarray(0, -data.length).equals(file.subarray(0, -data.length))
+  ) {
     throw new Error(`Not weights of the simulated model: ${file.length} bytes`);
   }
   weights.set(new Float32Array(data.buffer));
@@ -385,7 +393,16 @@ export function policyLoss(
   options: { readonly loss: LossOptions; readonly temperature: number; readonly tokens: number },
   grad: Float64Array,
 ): LossNumbers {
-  const sums = { loss: 0, tokens: 0, clipped: 0, is_filtered: 0, mismatch_abs: 0, mismatch_k3: 0, kl_old: 0, entropy: 0 };
+  const sums = {
+    loss: 0,
+    tokens: 0,
+    clipped: 0,
+    is_filtered: 0,
+    mismatch_abs: 0,
+    mismatch_k3: 0,
+    kl_old: 0,
+    entropy: 0,
+  };
   const denominator = Math.max(options.tokens, 1); // a batch without a trained token has loss 0
   const maxima = { mismatch_abs: 0 };
   const row = new Float64Array(VOCAB_SIZE); // logprobs of every id at one position
@@ -402,7 +419,8 @@ export function policyLoss(
       const ratio = Math.exp(clamp(logprob - old, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT));
       const clippedRatio = clamp(ratio, 1 - options.loss.clip_low, 1 + options.loss.clip_high);
       const clipped = clippedRatio * advantage < ratio * advantage;
-      sums.loss -= (is.coef * Math.min(ratio * advantage, clippedRatio * advantage)) / denominator;
+      // fp32, as in the real trainer: what overflows there does so here.
+      sums.loss -= Math.fround(is.coef * Math.min(ratio * advantage, clippedRatio * advantage)) / denominator;
       sums.tokens += 1;
       sums.clipped += clipped ? 1 : 0;
       sums.is_filtered += is.filtered ? 1 : 0;

@@ -1,17 +1,20 @@
 """
-Slot attention: keys and values of many sequences, and the attention function over them, for unmodified models.
+Slot attention: keys and values of many sequences, and the attention function over them, for unmodified
+models.
 
-One step of the engine is one packed line of tokens (1, T): a token of every decoding sequence, then chunks of prompts.
+One step of the engine is one packed line of tokens (1, T): a token of every decoding sequence, then chunks of
+prompts.
 
     q k v of the line -> write k, v at [slot, position] -> runs: one call for many decoding rows
                                                         -> chunks: one call per piece of a prompt
 
-A sequence owns a slot. transformers builds no mask for an attention name it does not know, hands our `plan` keyword
-down to the function, and leaves everything else to the model.
+A sequence owns a slot. transformers builds no mask for an attention name it does not know, hands our `plan`
+keyword down to the function, and leaves everything else to the model.
 
 Invariants
   1. Storage is allocated for the slots and positions really used, doubling; its contents survive growth.
-  2. Every position a query may see was written before: what lies beyond is finite (zeros or old text) and masked.
+  2. Every position a query may see was written before: what lies beyond is masked, and finite (zeros, old
+     text).
   3. Index tensors and masks are made once per step, not per layer.
 Queries of heads that share a key head are folded into the query length, so keys are never repeated.
 Callers: slot_engine.py. Elsewhere called KV cache, paged attention (pages here are whole slots).
@@ -26,8 +29,9 @@ from transformers import AttentionInterface
 
 ATTENTION = "molt_slots"
 FIRST_SLOTS, FIRST_POSITIONS = 8, 64
-# What one more call costs, in units of (row x position): about 12 us against 0.05 us on a CPU core, and 30 us against
-# 1.5 ns on a GPU. Decides whether short and long rows, or rows with a hole between them, share a call.
+# What one more call costs, in units of (row x position): about 12 us against 0.05 us on a CPU core, and 30 us
+# against 1.5 ns on a GPU. Decides whether short and long rows, or rows with a hole between them, share a
+# call.
 CALL_COST = {"cpu": 220, "cuda": 20_000}
 
 
@@ -61,10 +65,21 @@ class SlotCache:
         for tensor in (*self.keys, *self.values):
             tensor[rows, :, :length] = tensor[origin, :, :length]
 
+    def wipe(self, slots: list[int]) -> None:
+        """
+        Zeros, where keys are not finite: a masked position weighs 0, but 0 times NaN is NaN, so that whoever
+        takes the slot next would be spoilt by what lies beyond its own text.
+        """
+        rows = [slot for slot in slots if slot < self.slots]
+        for tensor in (*self.keys, *self.values):
+            tensor[rows] = 0
+
     def write(self, layer: int, places: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
         """key, value (1, heads, T, head_dim) to `places` (T * heads,), flat rows of head_dim."""
         for tensor, new in ((self.keys[layer], key), (self.values[layer], value)):
-            tensor.view(-1, self.head_dim).index_copy_(0, places, new.transpose(1, 2).reshape(-1, self.head_dim))
+            tensor.view(-1, self.head_dim).index_copy_(
+                0, places, new.transpose(1, 2).reshape(-1, self.head_dim)
+            )
 
 
 @dataclass
@@ -77,7 +92,9 @@ class Run:
     high: int
     length: int  # positions looked at
     inside: torch.Tensor | None = None  # slot of each row minus low, where the run has holes
-    bias: torch.Tensor | None = None  # (high - low, 1, 1, length): 0 where a row may look, else -inf; None: everywhere
+    bias: torch.Tensor | None = (
+        None  # (high - low, 1, 1, length): 0 where a row may look, else -inf; None: everywhere
+    )
 
 
 @dataclass
@@ -106,8 +123,8 @@ class Plan:
 
 def split_runs(slots: np.ndarray, lengths: np.ndarray, call_cost: int) -> list[Run]:
     """
-    Rows in slot order, cut into runs so that little is computed in vain: a run costs (high - low) * longest + call_cost.
-    Greedy; exact enough, since neighbours of a group tend to be equally long.
+    Rows in slot order, cut into runs so that little is computed in vain: a run costs (high - low) * longest +
+    call_cost. Greedy; exact enough, since neighbours of a group tend to be equally long.
     """
     runs: list[Run] = []
     if len(slots) == 0:
@@ -127,9 +144,14 @@ def split_runs(slots: np.ndarray, lengths: np.ndarray, call_cost: int) -> list[R
 
 
 def plan_step(
-    cache: SlotCache, slots: np.ndarray, positions: np.ndarray, decoding: int, chunks: list[Chunk], dtype: torch.dtype
+    cache: SlotCache,
+    slots: np.ndarray,
+    positions: np.ndarray,
+    decoding: int,
+    chunks: list[Chunk],
+    dtype: torch.dtype,
 ) -> Plan:
-    """Plan of a line whose first `decoding` tokens are decoding rows in slot order; slots, positions (T,) of all."""
+    """Plan of a line whose first `decoding` tokens are decoding rows in slot order. slots, positions: (T,)"""
     device = cache.keys[0].device
     heads = np.arange(cache.heads)
     places = ((slots[:, None] * cache.heads + heads) * cache.positions + positions[:, None]).reshape(-1)
@@ -139,7 +161,9 @@ def plan_step(
         seen = positions[run.first : run.last]
         if len(inside) < run.high - run.low:
             run.inside = on_device(inside, device)
-            seen = np.zeros(run.high - run.low, dtype=np.int64)  # a hole may look at position 0, so that it is finite
+            seen = np.zeros(
+                run.high - run.low, dtype=np.int64
+            )  # a hole may look at position 0, so that it is finite
             seen[inside] = positions[run.first : run.last]
         if (seen != run.length - 1).any():
             run.bias = causal_bias(seen, run.length, dtype, device)[:, None, None]
@@ -182,18 +206,24 @@ def slot_attention(
     if cache is not None and plan.places is not None:
         cache.write(layer, plan.places, key, value)
         for run in plan.runs:
-            out[run.first : run.last] = attend_run(run, query, cache.keys[layer], cache.values[layer], scaling)
+            out[run.first : run.last] = attend_run(
+                run, query, cache.keys[layer], cache.values[layer], scaling
+            )
     for chunk in plan.chunks:
         if cache is None or chunk.start == 0:
             k, v = key[:, :, chunk.first : chunk.last], value[:, :, chunk.first : chunk.last]
         else:
             end = chunk.start + chunk.last - chunk.first
             k, v = (t[chunk.slot : chunk.slot + 1, :, :end] for t in (cache.keys[layer], cache.values[layer]))
-        out[chunk.first : chunk.last] = attend_chunk(chunk, query[:, :, chunk.first : chunk.last], k, v, scaling)
+        out[chunk.first : chunk.last] = attend_chunk(
+            chunk, query[:, :, chunk.first : chunk.last], k, v, scaling
+        )
     return out[None], None
 
 
-def attend_run(run: Run, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scaling: float | None):
+def attend_run(
+    run: Run, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scaling: float | None
+):
     """(rows, heads, head_dim): one query per row over the slots of the run, read in place."""
     rows = query[0, :, run.first : run.last].transpose(0, 1)  # (rows, heads, head_dim)
     count, heads, dim = rows.shape
@@ -212,14 +242,19 @@ def attend_run(run: Run, query: torch.Tensor, keys: torch.Tensor, values: torch.
     return out.reshape(count, heads, dim)
 
 
-def attend_chunk(chunk: Chunk, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float | None):
+def attend_chunk(
+    chunk: Chunk, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float | None
+):
     """(tokens, heads, head_dim) of one sequence."""
     _, heads, tokens, dim = query.shape
     grouped = heads != key.shape[1]
     if chunk.bias is None:
-        out = F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling, enable_gqa=grouped)
+        out = F.scaled_dot_product_attention(
+            query, key, value, is_causal=True, scale=scaling, enable_gqa=grouped
+        )
     elif query.is_cuda and grouped:
-        # Kernels that take both a mask and grouped heads are few on GPUs; folding the heads needs none of them.
+        # Kernels that take both a mask and grouped heads are few on GPUs; folding the heads needs none of
+        # them.
         folded = query.reshape(1, key.shape[1], -1, dim)
         bias = chunk.bias.repeat(heads // key.shape[1], 1)
         out = F.scaled_dot_product_attention(folded, key, value, attn_mask=bias, scale=scaling)

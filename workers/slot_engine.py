@@ -1,27 +1,28 @@
 """
 The embedded engine: continuous batching over an unmodified transformers model, one slot per request.
 
-    submit -> slot -> prefill (in chunks) -> decode, one token per step -> ended; the slot's text stays as a prefix
+    submit -> slot -> prefill, in chunks -> decode, a token per step -> ended; its text stays as a prefix
 
     step = choose rows -> one forward over one packed line -> sample -> one `tokens` event
 
-State is one numpy array per property with an entry per slot, so that nothing in a decode step is done per request.
-`ids[slot, :known]` is the text of a slot, `ids[slot, :done]` the part whose keys and values exist; a request decodes
-when one token is missing, else its prompt is still being worked on.
+State is one numpy array per property with an entry per slot, so that nothing in a decode step is done per
+request. `ids[slot, :known]` is the text of a slot, `ids[slot, :done]` the part whose keys and values exist; a
+request decodes when one token is missing, else its prompt is still being worked on.
 
 Invariants
-  1. A token is sampled by one version and carries it; events never span two, since weights change only while paused.
-  2. A request reuses a prefix only where every key was made by the current weights. Idle prefixes are dropped when
-     weights change; requests that go on with old keys (`keep`) are marked stale and are nobody's source.
+  1. A token is sampled by one version and carries it; events never span two, since weights change only while
+     paused.
+  2. A request reuses a prefix only where every key was made by the current weights. Idle prefixes are dropped
+     when weights change; requests that go on with old keys (`keep`) are marked stale and are nobody's source.
   3. The last prompt token always runs: its logits are needed.
   4. What is sampled depends on the request, never on the batch (sampling.py).
   5. Loading is all or nothing: a mismatch is fatal before the first byte is copied.
 
-Prefix reuse compares ids, over all slots: in place where nothing another conversation needs is lost, else by copying.
-A session id only breaks ties. A request whose prefix another one is just computing waits for it (a group of rollouts
-costs one prefill), and re-prefill after a refit shares in the same way.
-With bf16 the decoder layers compute in bf16; embedding, routers, last norm and lm_head stay fp32, as in model.py.
-Single-threaded and without a clock or socket: engine_torch.py drives it. Elsewhere called scheduler, LLM engine.
+Prefix reuse compares ids, over all slots: in place where nothing another conversation needs is lost, else by
+copying. A session id only breaks ties. A request whose prefix another one is just computing waits for it (a
+group of rollouts costs one prefill), and re-prefill after a refit shares in the same way. With bf16 the
+decoder layers compute in bf16; embedding, routers, last norm and lm_head stay fp32, as in model.py.
+Single-threaded, no socket, no waiting: engine_torch.py drives it. Elsewhere called scheduler, LLM engine.
 """
 
 import time
@@ -46,7 +47,8 @@ SCORE_LOGITS = 2**24  # fp32 logits that exist at a time while scoring
 SEED_MASK = 2**64 - 1
 EVERY = np.iinfo(np.int64).max
 MODES = ("keep", "drain", "abort")
-# Rotary embeddings whose frequencies depend on the longest position of the batch would make tokens depend on it too.
+STATS = ("running", "waiting", "tokens", "steps", "prefill_tokens", "cached_tokens", "late_aborts", "busy_s")
+# Rotary embeddings whose frequencies depend on the longest position of the batch: so would the tokens.
 UNSTEADY_ROPE = ("dynamic", "longrope")
 
 Event = tuple[dict[str, Any], dict[str, np.ndarray]]  # fields, frames of `tokens`
@@ -80,8 +82,10 @@ def load_model(path: str, dtype: str, device: str):
     """Ready to be driven by Engine. Raises ModelError or ValueError with the cause."""
     if dtype not in PARAM_DTYPES:
         raise ValueError(f"Unknown dtype {dtype!r}, want one of {', '.join(PARAM_DTYPES)}")
+    # bf16: as the files have it, since embedding and head stay fp32 and casting bf16 up loses nothing.
+    loaded = torch.float32 if dtype == "float32" else "auto"
     model, report = AutoModelForCausalLM.from_pretrained(
-        path, dtype=torch.float32, attn_implementation=ATTENTION, output_loading_info=True
+        path, dtype=loaded, attn_implementation=ATTENTION, output_loading_info=True
     )
     check_loaded(path, report)
     return prepare_model(model, PARAM_DTYPES[dtype], device)
@@ -93,15 +97,19 @@ def prepare_model(model, dtype: torch.dtype, device: str):
     if rope in UNSTEADY_ROPE:
         raise ValueError(f"Cannot serve rotary embeddings of type {rope!r}: they depend on the batch")
     model.set_attn_implementation(ATTENTION)
-    model.base_model.layers.to(dtype)
-    if dtype != torch.float32:
-        for layer in model.base_model.layers:
-            router = getattr(layer.mlp, "gate", None)
-            if router is not None:
-                router.float()
-                router.register_forward_pre_hook(lambda module, args: (args[0].float(), *args[1:]))
+    set_types(model, dtype)
     hub_layout(model)  # made now, since a refit should not wait for it
     return model.to(device).eval().requires_grad_(False)
+
+
+def set_types(model, dtype: torch.dtype) -> None:
+    """Decoder layers in `dtype`; embedding, routers, last norm, rotary frequencies and lm_head in fp32."""
+    for module in (*model.base_model.children(), model.get_output_embeddings()):
+        module.to(dtype if module is model.base_model.layers else torch.float32)
+    routers = [layer.mlp.gate for layer in model.base_model.layers if hasattr(layer.mlp, "gate")]
+    for router in routers if dtype != torch.float32 else ():
+        router.float()
+        router.register_forward_pre_hook(lambda module, args: (args[0].float(), *args[1:]))
 
 
 class Engine:
@@ -111,7 +119,8 @@ class Engine:
         config = model.config
         self.model = model
         self.model_path = model_path
-        self.embedding, self.body, self.head = model.get_input_embeddings(), model.base_model, model.get_output_embeddings()
+        self.body = model.base_model
+        self.embedding, self.head = model.get_input_embeddings(), model.get_output_embeddings()
         self.max_requests, self.max_len, self.prefill_tokens = max_requests, max_len, max(1, prefill_tokens)
         self.vocab_size: int = config.vocab_size
         self.device: torch.device = model.device
@@ -129,29 +138,28 @@ class Engine:
         self._staged: dict[str, torch.Tensor] = {}
         self._next_handle = 1
         self._clock = 0
+        self._unsound = False  # these weights gave something that is not finite, so other keys may be too
         self._outbox = Outbox()
-        self.stats = {
-            name: 0.0
-            for name in ("running", "waiting", "tokens", "steps", "cached_tokens", "prefill_tokens", "busy_s", "late_aborts")
-        }
+        self.stats: dict[str, float] = dict.fromkeys(STATS, 0.0)
         self._make_slots(max_requests, max_len)
 
     def _make_slots(self, n: int, max_len: int) -> None:
-        integers = {name: np.zeros(n, dtype=np.int64) for name in ("handle", "known", "done", "prompt", "made", "limit")}
-        self.handle = integers["handle"]  # of the request in the slot; 0 = idle
-        self.known = integers["known"]  # tokens of text
-        self.done = integers["done"]  # of them, tokens with keys and values
-        self.prompt = integers["prompt"]  # tokens of the prompt
-        self.made = integers["made"]  # tokens sampled by this request
-        self.limit = integers["limit"]  # max_tokens
-        self.ids = np.zeros((n, max_len), dtype=np.int32)
-        self.fresh = np.zeros(n, dtype=bool)  # no prefix was looked for yet
-        self.stale = np.zeros(n, dtype=bool)  # some keys were made by older weights
-        self.cached = np.zeros(n, dtype=np.int64)
-        self.used = np.zeros(n, dtype=np.int64)  # clock of the last use
+        def zeros(dtype: type = np.int64) -> np.ndarray:
+            return np.zeros(n, dtype=dtype)
+
+        self.handle = zeros()  # of the request in the slot; 0 = idle
         self.session = np.full(n, None, dtype=object)
+        self.ids = np.zeros((n, max_len), dtype=np.int32)
+        self.known = zeros()  # tokens of text
+        self.done = zeros()  # of them, tokens with keys and values
+        self.made = zeros()  # tokens sampled by this request
+        self.limit = zeros()  # max_tokens
+        self.cached = zeros()  # prompt tokens that did not run
+        self.fresh = zeros(bool)  # no prefix was looked for yet
+        self.stale = zeros(bool)  # some keys were made by older weights
+        self.used = zeros()  # clock of the last use
+        self.first = zeros()  # index within the turn of the first token made here: `already`
         self.seed = np.zeros(n, dtype=np.uint64)
-        self.first = np.zeros(n, dtype=np.int64)  # index of the first token made here within the turn: `already`
         self.temperature = np.ones(n)
         self.top_k = np.zeros(n, dtype=np.int64)
         self.top_p = np.ones(n)
@@ -165,7 +173,9 @@ class Engine:
         try:
             return AutoTokenizer.from_pretrained(self.model_path)
         except (OSError, ValueError) as error:
-            raise unsupported(f"Text and stop strings need a tokenizer in {self.model_path}: {error}", "want_text") from error
+            raise unsupported(
+                f"Text and stop strings need a tokenizer in {self.model_path}: {error}", "want_text"
+            ) from error
 
     def _decode(self, ids) -> str:
         return self.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
@@ -182,7 +192,9 @@ class Engine:
         self._check(fields, prompt)
         if (self.handle > 0).all():
             raise WorkerError(
-                "overloaded", f"Engine has {self.max_requests} requests, its limit", retry_after_ms=RETRY_AFTER_MS
+                "overloaded",
+                f"Engine has {self.max_requests} requests, its limit",
+                retry_after_ms=RETRY_AFTER_MS,
             )
         sampling = fields["sampling"]
         stream = None
@@ -192,7 +204,7 @@ class Engine:
         handle, self._next_handle = self._next_handle, self._next_handle + 1
         self.handle[slot] = handle
         self.ids[slot, : len(prompt)] = prompt
-        self.known[slot] = self.prompt[slot] = len(prompt)
+        self.known[slot] = len(prompt)
         self.fresh[slot] = self.done[slot] == 0
         self.cached[slot] = self.done[slot]
         self.made[slot] = 0
@@ -211,13 +223,17 @@ class Engine:
             raise bad_request("The prompt is empty", "prompt")
         self._check_ids(prompt, "prompt")
         if not 0 <= fields["already"] < n:
-            raise bad_request(f"already must be 0 to {n - 1} for this prompt, got {fields['already']}", "already")
+            raise bad_request(
+                f"already must be 0 to {n - 1} for this prompt, got {fields['already']}", "already"
+            )
         if fields["heads"] != 0:
             raise unsupported("This engine returns no top-k heads", "heads")
         if fields["want_routes"]:
             raise unsupported("This engine returns no expert routes", "want_routes")
         if not s["temperature"] >= 0:
-            raise bad_request(f"temperature must be at least 0, got {s['temperature']}", "sampling.temperature")
+            raise bad_request(
+                f"temperature must be at least 0, got {s['temperature']}", "sampling.temperature"
+            )
         if not 0 < s["top_p"] <= 1:
             raise bad_request(f"top_p must be in (0, 1], got {s['top_p']}", "sampling.top_p")
         if s["top_k"] < 0:
@@ -228,7 +244,8 @@ class Engine:
             raise bad_request(f"A prompt of {n} tokens leaves no room in max_len {self.max_len}", "prompt")
         if n + s["max_tokens"] > self.max_len:
             raise bad_request(
-                f"Prompt {n} + max_tokens {s['max_tokens']} is over max_len {self.max_len}", "sampling.max_tokens"
+                f"Prompt {n} + max_tokens {s['max_tokens']} is over max_len {self.max_len}",
+                "sampling.max_tokens",
             )
         if "" in s["stop"]:
             raise bad_request("A stop string is empty", "sampling.stop")
@@ -264,9 +281,10 @@ class Engine:
 
     def _end(self, slot: int, reason: str, detail: str | None = None) -> None:
         handle = int(self.handle[slot])
-        ending = {"handle": handle, "reason": reason, "detail": detail, "cached_tokens": int(self.cached[slot])}
+        cached = int(self.cached[slot])
+        ending = {"handle": handle, "reason": reason, "detail": detail, "cached_tokens": cached}
         self._outbox.ended.append(ending)
-        self.stats["cached_tokens"] += ending["cached_tokens"]
+        self.stats["cached_tokens"] += cached
         stream = self.streams.pop(slot, None)
         if stream and slot in self.wants_text:
             held = stream.end()
@@ -298,13 +316,13 @@ class Engine:
         idle = self.handle == 0
         common = np.where(self.stale, 0, np.minimum(self._common(prompt[:-1]), self.done))
         mine = self.session == session
-        # In place where this is the longest prefix there is, and nothing else of the text can be wanted again.
+        # In place where this is the longest prefix there is, and no other conversation wants the rest.
         spare = idle & (common > 0) & (common == common.max()) & (mine | (common == self.done))
         if spare.any():
             slot = int(np.flatnonzero(spare)[np.argmax(mine[spare])])
             self.done[slot] = common[slot]
             return slot
-        # Empty ones first and the lowest of them, so that running slots lie side by side; then the least useful text.
+        # Empty ones first, the lowest of them, so that running slots lie side by side; then the oldest text.
         index = np.flatnonzero(idle)
         slot = int(index[np.lexsort((index, self.used[index], ~mine[index], self.done[index] > 0))[0]])
         self.done[slot] = 0
@@ -312,8 +330,8 @@ class Engine:
 
     def _find_prefix(self, slot: int, done: np.ndarray, planned: np.ndarray) -> tuple[int, int] | None:
         """
-        (source, length) of the longest prefix to copy, length 0 for none; None when it is worth waiting for the
-        requests `planned` in this step. `done` is what existed before the step.
+        (source, length) of the longest prefix to copy, length 0 for none; None when it is worth waiting for
+        the requests `planned` in this step. `done` is what existed before the step.
         """
         common = self._common(self.ids[slot, : self.known[slot] - 1])
         common[slot] = 0
@@ -333,12 +351,15 @@ class Engine:
         if line is None:
             return None
         self._clock += 1
-        self.cache.ensure(int(line.slots.max()) + 1, int(line.positions.max()) + 1, self.max_requests, self.max_len)
+        self.cache.ensure(
+            int(line.slots.max()) + 1, int(line.positions.max()) + 1, self.max_requests, self.max_len
+        )
         plan = plan_step(self.cache, line.slots, line.positions, line.decoding, line.chunks, self.dtype)
         hidden = self._hidden(line.ids, line.positions, plan)
         if line.chunks:
             hidden = hidden.index_select(0, on_device(line.at, self.device))
-        event = self._advance(line, self._logits(hidden)) if line.sampled.size else None
+        self._mark_done(line)
+        event = self._advance(line.sampled, self._logits(hidden)) if line.sampled.size else None
         self.stats["steps"] += 1
         self.stats["prefill_tokens"] += len(line.ids) - line.decoding
         self.stats["busy_s"] += time.perf_counter() - started
@@ -362,7 +383,7 @@ class Engine:
         return line
 
     def _choose_chunks(self, slots: np.ndarray) -> list[tuple[int, int, int]]:
-        """Pieces of prompts within the budget, the oldest request first; prefixes are looked for and copied here."""
+        """Pieces of prompts within the budget, oldest request first; prefixes are found and copied here."""
         chunks, copies = [], {}
         done, planned = self.done.copy(), np.zeros(len(self.done), dtype=bool)
         budget = self.prefill_tokens
@@ -421,18 +442,26 @@ class Engine:
     def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
         return self.head(hidden.to(self.head.weight.dtype))
 
-    def _advance(self, line: Line, logits: torch.Tensor) -> Event | None:
-        """Samples, moves every row on, ends those that are finished."""
-        slots = line.sampled
+    def _mark_done(self, line: Line) -> None:
+        self.done[line.slots[: line.decoding]] += 1
+        for chunk in line.chunks:
+            self.done[chunk.slot] = chunk.start + chunk.last - chunk.first
+
+    def _advance(self, slots: np.ndarray, logits: torch.Tensor) -> Event | None:
+        """Samples a token for each of these slots, ends those that are finished."""
         indexes = (self.first[slots] + self.made[slots]).astype(np.uint64)
         draws = uniforms(self.seed[slots], indexes)
-        tokens, logprobs = sample(logits, self.temperature[slots], self.top_k[slots], self.top_p[slots], draws)
+        tokens, logprobs = sample(
+            logits, self.temperature[slots], self.top_k[slots], self.top_p[slots], draws
+        )
         handles = self.handle[slots]
-        self._mark_done(line)
         sound = np.isfinite(logprobs)
         if not sound.all():
             for slot in slots[~sound].tolist():
                 self._end(slot, "error", "the logits are not finite")
+                self.known[slot] = self.done[slot] = 0
+                self.cache.wipe([slot])
+            self._unsound = True
             slots, tokens, logprobs, handles = slots[sound], tokens[sound], logprobs[sound], handles[sound]
         self.ids[slots, self.known[slots]] = tokens
         self.known[slots] += 1
@@ -442,11 +471,6 @@ class Engine:
         self._end_finished(slots, tokens)
         self._settle()
         return self._event(handles, tokens, logprobs)
-
-    def _mark_done(self, line: Line) -> None:
-        self.done[line.slots[: line.decoding]] += 1
-        for chunk in line.chunks:
-            self.done[chunk.slot] = chunk.start + chunk.last - chunk.first
 
     def _end_finished(self, slots: np.ndarray, tokens: np.ndarray) -> None:
         stopped = (tokens[:, None] == self.stop_ids[slots]).any(1)
@@ -509,7 +533,7 @@ class Engine:
     # ---- Pause, load, resume ----
 
     def pause(self, epoch: int, mode: str, clear_cache: bool) -> Event | None:
-        """Endings of mode abort. Repeating an epoch changes nothing. `pause_answer` tells when it took effect."""
+        """Endings of mode abort. Repeating an epoch changes nothing. `pause_answer` tells when it holds."""
         if mode not in MODES:
             raise bad_request(f"mode must be keep, drain or abort, got {mode}", "mode")
         if epoch < self._epoch:
@@ -557,6 +581,7 @@ class Engine:
         self.known[slots & (self.handle == 0)] = 0
         self.fresh[slots & (self.handle > 0)] = True
 
+    @torch.inference_mode()
     def load_weights(self, fields: dict[str, Any]) -> dict[str, Any]:
         """The reply. Any mismatch is fatal, and then the model is as it was."""
         version, source = fields["version"], fields["source"]
@@ -579,20 +604,29 @@ class Engine:
             else:
                 # The file may be written again before the last part comes.
                 self._staged |= {name: tensor.clone() for name, tensor in tensors.items()}
-        except WeightsError as error:
+        except Exception as error:
             raise fatal(f"Cannot load version {version}: {error}") from error
         ended = time.perf_counter()
-        return {"loaded": loaded, "verify_ms": 1000 * (verified - started), "load_ms": 1000 * (ended - verified)}
+        return {
+            "loaded": loaded,
+            "verify_ms": 1000 * (verified - started),
+            "load_ms": 1000 * (ended - verified),
+        }
 
     def _changed(self, version: int) -> None:
         self.version = version
         # A request that has sampled nothing counts as new: it starts over with the new weights.
         self._forget((self.handle == 0) | (self.made == 0))
         self.stale |= self.done > 0
+        if self._unsound:
+            self.cache.wipe(np.flatnonzero(self.done == 0).tolist())
+            self._unsound = False
 
     def resume(self, epoch: int) -> None:
         if epoch != self._epoch:
-            raise bad_request(f"Cannot resume epoch {epoch}: the last pause was of epoch {self._epoch}", "epoch")
+            raise bad_request(
+                f"Cannot resume epoch {epoch}: the last pause was of epoch {self._epoch}", "epoch"
+            )
         if self._pause_answer is None:
             raise bad_request(f"Cannot resume epoch {epoch}: its pause still drains", "epoch")
         if self._staged:
@@ -604,7 +638,7 @@ class Engine:
 
     @torch.inference_mode()
     def score(self, ids: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-        """(N,) logprobs at temperature 1; 0 for the first token of a row. Touches no slot, so it works at any time."""
+        """(N,) logprobs at temperature 1, 0 for the first of a row. Touches no slot: it works at any time."""
         self._check_ids(ids, "ids")
         if (lengths < 0).any() or lengths.sum() != len(ids):
             raise bad_request(f"lengths add up to {lengths.sum()}, there are {len(ids)} ids", "lengths")
@@ -630,7 +664,7 @@ class Engine:
 
 
 def score_lines(lengths: np.ndarray, budget: int):
-    """Yields (first, last, row lengths): rows packed into lines of about `budget` tokens; a longer row is alone."""
+    """Yields (first, last, row lengths): rows packed into lines of up to `budget` tokens, or one longer row."""
     first = last = 0
     rows: list[int] = []
     for n in lengths.tolist():

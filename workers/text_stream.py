@@ -3,13 +3,14 @@ Text stream: the text of a turn as its tokens come, and the stop strings in it.
 
     push(id) -> the new text that is certain        end() -> what was held back
 
-An unfinished UTF-8 character decodes to U+FFFD, so one at the very end is held back until a later token finishes or
-breaks it: joined, the pieces are exactly the decoded turn. Works with any tokenizer that can decode: what is decoded is
-a short window that begins a few tokens before the new ones, since some decoders treat the first token differently.
+An unfinished UTF-8 character decodes to U+FFFD, so one at the very end is held back until a later token
+finishes or breaks it: joined, the pieces are exactly the decoded turn. Works with any tokenizer that can
+decode: what is decoded is a short window that begins a few tokens before the new ones, since some decoders
+treat the first token differently.
 
-A stop string may lie across tokens, and across the ids that the request sampled earlier (`already`); one that lies
-wholly in those does not count. Special tokens are text too, so a stop string may contain them.
-Called by slot_engine.py for requests that want text or have stop strings; the others never decode.
+A stop string may lie across tokens, and across the ids that the request sampled earlier (`already`); one that
+lies wholly in those does not count. Special tokens are text too, so a stop string may contain them. Called by
+slot_engine.py for requests that want text or have stop strings; the others never decode.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,7 +21,13 @@ UNFINISHED = "\ufffd"
 
 
 class TextStream:
-    def __init__(self, decode: Callable[[Sequence[int]], str], prompt: Sequence[int], already: int, stops: Sequence[str]):
+    def __init__(
+        self,
+        decode: Callable[[Sequence[int]], str],
+        prompt: Sequence[int],
+        already: int,
+        stops: Sequence[str],
+    ):
         """`prompt` ends with the `already` ids that were sampled earlier; their text was sent then."""
         self._decode = decode
         self._stops = stops

@@ -37,7 +37,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
 from itertools import takewhile
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import jinja2
 import jinja2.ext
@@ -134,7 +134,7 @@ def to_json(value, ensure_ascii=False, indent=None, separators=None, sort_keys=F
 class GenerationTag(jinja2.ext.Extension):
     """`{% generation %}` marks assistant text for supervised masks; here it prints its body, nothing else."""
 
-    tags: ClassVar[set[str]] = {"generation"}
+    tags = {"generation"}  # noqa: RUF012  as jinja declares it
 
     def parse(self, parser):
         line = next(parser.stream).lineno
@@ -537,7 +537,7 @@ def compile_templates(model_path: str, source: str | dict[str, str] | None) -> d
 
 def generation_stop_ids(model_path: str) -> list[int]:
     """eos_token_id of generation_config.json, or of config.json where there is none."""
-    from transformers.utils import cached_file
+    from transformers.utils.hub import cached_file
 
     for name in ("generation_config.json", "config.json"):
         try:

@@ -1,43 +1,48 @@
 """The trainer worker: one rank of the sharded policy behind the wire (protocol.py, rows to export).
 
-    rows*  -> kept until ->  run: forward, backward per micro-batch -> one gradient norm -> AdamW -> {sums, maxima}
+    rows*  -> kept until ->  run: forward and backward per micro-batch -> one gradient norm -> AdamW
     logprobs | push_weights | save | restore | export
 
-Every rank gets every request but `rows`, which differ; each is a collective of all ranks, in the order of arrival.
+Every rank gets every request but `rows`, which differ; each is a collective of all ranks, in the order of
+arrival.
 
 Invariants
-  1. Ranks run the same collectives: as many micro-batches each (an empty one is a dummy of one token with loss 0), and
-     a request is checked before its first collective, so a refused one changed nothing.
-  2. FSDP averages gradients over ranks; the loss of a micro-batch is its share of the global loss times the number of
-     ranks. The gradient is that of the global loss whatever the split into micro-batches and ranks, and the layout.
+  1. Ranks run the same collectives: as many micro-batches each (an empty one is a dummy of one token with
+     loss 0), and a request is checked before its first collective, so a refused one changed nothing.
+  2. FSDP averages gradients over ranks; the loss of a micro-batch is its share of the global loss times the
+     number of ranks. The gradient is that of the global loss whatever the split into micro-batches and
+     ranks, and the layout.
   3. A row is trained once: micro-batches name each row of the step exactly once, then the rows are gone.
-  4. What goes wrong inside a request ends this process (`fatal`, traceback first): ranks that part cannot meet again.
-     The controller kills the whole group.
+  4. What goes wrong inside a request ends this process (`fatal`, traceback first): ranks that part cannot
+     meet again. The controller kills the whole group.
 
-Options: {model_path, rank, world_size, rendezvous, device, param_dtype, attn_implementation, gradient_checkpoint,
-logprob_chunk, optim {lr, betas, eps, weight_decay, max_norm}, seed, deterministic}.
+Options: {model_path, rank, world_size, rendezvous, device, param_dtype, attn_implementation,
+gradient_checkpoint, logprob_chunk, optim {lr, betas, eps, weight_decay, max_norm}, seed, deterministic}.
 Started by launch.ts, asked by trainer.ts and refit.ts. Elsewhere called actor, policy worker.
 """
 
+import math
 import os
 import socket
 import sys
-from collections.abc import Callable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from runtime import Request, Runtime, WorkerError, bad_request, fatal, unsupported
 
 if __name__ == "__main__":
-    # Before torch, which takes seconds: from here on the controller hears this process and its death is noticed.
+    # Before torch, which takes seconds: from here on the controller hears this process.
     RUNTIME = Runtime.connect("trainer", {"max_requests": 1, "transports": ["file"]})
 
-import checkpoint
 import numpy as np
 import torch
 import torch.distributed as dist
+
+import checkpoint
 from losses import LossOptions, policy_loss
-from model import ModelError, ModelSettings, build, make_batch, policy_logprobs
+from model import ModelError, ModelSettings, build, device_named, make_batch, policy_logprobs
 from optim import Optimizer, OptimSettings
 from weights import hub_tensors, write_segment
 
@@ -97,7 +102,7 @@ class Trainer:
 
     def handlers(self) -> dict[str, Callable[[Request], Any]]:
         kinds = ("rows", "run", "logprobs", "push_weights", "save", "restore", "export")
-        return {kind: lambda request: self.answer(request.kind, request.fields, request.frames) for kind in kinds}
+        return dict.fromkeys(kinds, lambda request: self.answer(request.kind, request.fields, request.frames))
 
     def answer(self, kind: str, fields: dict[str, Any], frames: dict[str, np.ndarray]) -> Any:
         try:
@@ -125,20 +130,21 @@ class Trainer:
         rows = self.check_run(fields)
         options = loss_options(fields["loss"])
         del self.waiting[fields["step"]]
-        sums: dict[str, float] = {}
-        maxima: dict[str, float] = {}
+        zero = torch.zeros((), dtype=torch.float64, device=self.device)
+        sums: dict[str, torch.Tensor] = defaultdict(lambda: zero)
+        maxima: dict[str, torch.Tensor] = defaultdict(lambda: zero)
         for micro_batch in fields["micro_batches"]:
             loss, numbers = self.forward([rows[i] for i in micro_batch], fields, options)
             (loss * self.world_size).backward()
+            # On the device: a GPU need not wait for each number.
             for key, value in numbers.sums.items():
-                sums[key] = sums.get(key, 0.0) + float(value)
+                sums[key] = sums[key] + value
             for key, value in numbers.maxima.items():
-                maxima[key] = float(np.maximum(maxima.get(key, 0.0), float(value)))  # keeps a NaN, max() may not
-        report = self.optimizer.step(fields["lr"], loss_is_finite=np.isfinite(sums.get("loss", 0.0)))
-        maxima |= {"grad_norm": report.grad_norm, "skipped": float(report.skipped)}
+                maxima[key] = torch.maximum(maxima[key], value)
+        report = self.optimizer.step(fields["lr"], loss_is_finite=math.isfinite(sums["loss"].item()))
         self.stats["step"] = float(fields["step"])
-        # Numbers on the wire are finite: what a skipped step could not compute is left out.
-        return {"sums": only_finite(sums), "maxima": only_finite(maxima)}
+        step = {"grad_norm": report.grad_norm, "skipped": float(report.skipped)}
+        return {"sums": only_finite(sums), "maxima": only_finite(maxima | step)}
 
     def check_run(self, fields: dict[str, Any]) -> list[Row]:
         step, waiting = fields["step"], self.waiting.get(fields["step"])
@@ -148,21 +154,23 @@ class Trainer:
         rows = [row for part in waiting.parts for row in part]
         named = sorted(i for micro_batch in fields["micro_batches"] for i in micro_batch)
         if named != list(range(len(rows))):
-            raise bad_request(f"Micro-batches must hold each of {len(rows)} rows once, got {named}", "micro_batches")
+            text = f"Micro-batches must hold each of {len(rows)} rows once, got {named}"
+            raise bad_request(text, "micro_batches")
         if not fields["micro_batches"]:
             raise bad_request("A step needs at least one micro-batch, if only a dummy", "micro_batches")
         if not fields["lr"] >= 0:
             raise bad_request(f"lr must be at least 0, got {fields['lr']}", "lr")
         tokens = fields["denominators"]["tokens"]
         if tokens < 1 and any(row.mask.any() for row in rows):
-            raise bad_request(f"There are tokens to train but their number is {tokens}", "denominators.tokens")
+            raise bad_request(f"There are tokens to train, not {tokens}", "denominators.tokens")
         check_temperature(fields["temperature"])
         return rows
 
     def forward(self, rows: Sequence[Row], fields: dict[str, Any], options: LossOptions):
-        """(this micro-batch's share of the global loss, its numbers). Logprobs are computed of trained tokens only."""
-        batch = make_batch([row.ids for row in rows], [row.mask for row in rows], fields["packed"], self.device)
-        logprobs, entropy = policy_logprobs(self.model, batch, fields["temperature"], self.chunk, want_entropy=True)
+        """(This micro-batch's share of the global loss, numbers). Only trained tokens reach the lm_head."""
+        ids, masks = [row.ids for row in rows], [row.mask for row in rows]
+        batch = make_batch(ids, masks, fields["packed"], self.device)
+        logprobs, entropy = policy_logprobs(self.model, batch, fields["temperature"], self.chunk, True)
 
         def trained(column: str) -> torch.Tensor:
             parts = [getattr(row, column)[row.mask] for row in rows]
@@ -197,6 +205,7 @@ class Trainer:
             logprobs, _ = policy_logprobs(self.model, batch, fields["temperature"], self.chunk)
             for i, part in zip(group, logprobs.cpu().split([len(rows[i]) - 1 for i in group]), strict=True):
                 out[i][1:] = part
+        self.model.reshard()  # without a backward the root would stay gathered
         return {}, {"logprobs": torch.cat([torch.zeros(0), *out]).numpy()}
 
     # ---- Weights and checkpoints ----
@@ -247,8 +256,11 @@ def read_rows(frames: dict[str, np.ndarray], vocab_size: int) -> list[Row]:
             if not torch.isfinite(values[i][trained]).all():
                 raise bad_request(f"Row {i} has a non-finite value at a trained token", name)
     old = numbers.get("old_logprobs") or [None] * len(sizes)
-    rows = zip(torch.from_numpy(ids).split(sizes), mask, numbers["rollout_logprobs"], numbers["advantages"], old, strict=True)
-    return [Row(*row) for row in rows] if sizes else []
+    if not sizes:
+        return []
+    rollout, advantages = numbers["rollout_logprobs"], numbers["advantages"]
+    columns = zip(torch.from_numpy(ids).split(sizes), mask, rollout, advantages, old, strict=True)
+    return [Row(*row) for row in columns]
 
 
 def check_ids(ids: np.ndarray, vocab_size: int) -> np.ndarray:
@@ -295,8 +307,9 @@ def group_rows(lengths: Sequence[int], budget: int) -> list[list[int]]:
 # ---- Numbers ----
 
 
-def only_finite(numbers: dict[str, float]) -> dict[str, float]:
-    return {key: value for key, value in numbers.items() if np.isfinite(value)}
+def only_finite(numbers: Mapping[str, torch.Tensor | float]) -> dict[str, float]:
+    """Numbers on the wire are finite: what a skipped step could not compute is left out, and counts 0."""
+    return {key: float(value) for key, value in numbers.items() if math.isfinite(value)}
 
 
 def all_ranks_max(value: int, device: str) -> int:
@@ -309,7 +322,7 @@ def all_ranks_max(value: int, device: str) -> int:
 
 
 def open_group(options: dict[str, Any]) -> None:
-    """The process group of all ranks. On a CPU gloo on the loopback interface, one thread unless told otherwise."""
+    """The process group of all ranks. On a CPU: gloo on loopback, one thread unless told otherwise."""
     rank, world_size = options["rank"], options["world_size"]
     if options["device"] == "cpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # transformers puts its mesh on any accelerator it sees
@@ -328,9 +341,10 @@ def open_group(options: dict[str, Any]) -> None:
 
 
 def main(runtime: Runtime) -> None:
-    open_group(runtime.options)
+    options = runtime.options | {"device": device_named(runtime.options["device"])}
+    open_group(options)
     try:
-        trainer = Trainer(runtime.options)
+        trainer = Trainer(options)
     except ModelError as error:
         sys.exit(str(error))
     trainer.stats = runtime.stats

@@ -1,23 +1,25 @@
-"""Weights by their hub names: the trainer's sharded model out to a file, and a file into an engine's live model.
+"""Weights by their hub names: the trainer's sharded model to a file, and a file into an engine's live model.
 
-transformers keeps some weights fused in memory (all experts of a layer in one `gate_up_proj`), files keep them apart.
-Everything that leaves or enters a process here carries hub names, those of the model's safetensors, so that any engine
-can read it. The bridge is a layout: for every in-memory tensor the hub tensors inside it, each as (shape, stride,
-offset). It is found by sending element numbers through transformers' own conversion, so no family needs code here, and
-writer and reader use the same table.
+transformers keeps some weights fused in memory (all experts of a layer in one `gate_up_proj`), files keep
+them apart. Everything that leaves or enters a process here carries hub names, those of the model's
+safetensors, so that any engine can read it. The bridge is a layout: for every in-memory tensor the hub
+tensors inside it, each as (shape, stride, offset). It is found by sending element numbers through
+transformers' own conversion, so no family needs code here, and writer and reader use the same table.
 
     trainer: hub_tensors(model) -> write_segment(path, ...) -> table      engine: verify_segment -> load_into
 
 Invariants
-  1. A reader checks the checksum of every tensor before it looks at names, and names and shapes of the whole model
-     before it copies the first byte. An error names the first offending tensor.
+  1. A reader checks the checksum of every tensor before it looks at names, and names and shapes of the
+     whole model before it copies the first byte. An error names the first offending tensor.
   2. A tied lm_head is in no stream: it is the embedding.
   3. A tensor travels in the type the trainer computes with. The reader's own type decides what it becomes.
-  4. Checksums prove bytes, not meaning: rows swapped before the checksum was taken pass here. `score` catches those.
+  4. Checksums prove bytes, not meaning: rows swapped before the checksum was taken pass here. `score`
+     catches those.
 
-Segment file (`push_weights`, transport `file`): raw little-endian bytes back to back, each tensor at a multiple of 64;
-the file is reused when its size is unchanged. Its table is the `tensors` field of the message.
-Callers: trainer.py and checkpoint.py write; engine_torch.py reads. Elsewhere called weight sync, state-dict stream.
+Segment file (`push_weights`, transport `file`): raw little-endian bytes back to back, each tensor at a
+multiple of 64; the file is reused when its size is unchanged. Its table is the `tensors` field of the
+message.
+Callers: trainer.py and checkpoint.py write; slot_engine.py reads. Elsewhere called weight sync.
 """
 
 import contextlib
@@ -27,7 +29,7 @@ import os
 import re
 import zlib
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch.distributed.fsdp import FSDPModule
@@ -68,7 +70,7 @@ class Piece:
 
 
 def hub_layout(model) -> dict[str, list[Piece]]:
-    """In-memory name -> its hub tensors, in the order of the model; tied names are left out. Kept on the model."""
+    """In-memory name -> its hub tensors, in the model's order, tied names left out. Found once per model."""
     cached = getattr(model, "_hub_layout", None)
     if cached is not None:
         return cached
@@ -83,7 +85,7 @@ def hub_layout(model) -> dict[str, list[Piece]]:
             seen[key] = (layer_prefix(name), find_pieces(model, name, shape))
         prefix, pieces = seen[key]
         mine = layer_prefix(name)
-        layout[name] = [Piece(mine + p.name.removeprefix(prefix), p.shape, p.stride, p.offset) for p in pieces]
+        layout[name] = [replace(piece, name=mine + piece.name.removeprefix(prefix)) for piece in pieces]
     check_names(model, shapes, layout)
     model._hub_layout = layout
     return layout
@@ -100,7 +102,9 @@ def find_pieces(model, name: str, shape: tuple[int, ...]) -> list[Piece]:
     pieces = []
     for hub_name, part in revert_weight_conversion(model, {name: numbers}).items():
         offset = int(part.flatten()[0])
-        stride = tuple(int(part.select(d, 1).flatten()[0]) - offset if n > 1 else 1 for d, n in enumerate(part.shape))
+        # How far the element number moves along each axis; any number does for an axis of one.
+        next_to = [int(part.select(d, min(1, n - 1)).flatten()[0]) for d, n in enumerate(part.shape)]
+        stride = tuple(number - offset for number in next_to)
         piece = Piece(hub_name, tuple(part.shape), stride, offset)
         if not torch.equal(piece.of(numbers), part):
             raise WeightsError(f"Cannot name {hub_name}: it is not a regular window of {name}")
@@ -115,7 +119,8 @@ def check_names(model, shapes: dict[str, tuple[int, ...]], layout: dict[str, lis
     wanted = {name: tuple(t.shape) for name, t in whole.items()}
     for name in sorted(found.keys() | wanted.keys()):
         if found.get(name) != wanted.get(name):
-            raise WeightsError(f"Cannot name {name}: layout has {found.get(name)}, conversion gives {wanted.get(name)}")
+            both = f"layout has {found.get(name)}, conversion gives {wanted.get(name)}"
+            raise WeightsError(f"Cannot name {name}: {both}")
 
 
 # ---- Writing ----
@@ -123,8 +128,8 @@ def check_names(model, shapes: dict[str, tuple[int, ...]], layout: dict[str, lis
 
 def hub_tensors(model) -> Iterator[tuple[str, torch.Tensor]]:
     """
-    (hub name, tensor) of the whole sharded model, one decoder layer gathered at a time. Collective: every rank iterates
-    to the end. A tensor is valid until the next is asked for, and may be a strided window.
+    (hub name, tensor) of the whole sharded model, one decoder layer gathered at a time. Collective: every
+    rank iterates to the end. A tensor is valid until the next is asked for, and may be a strided window.
     """
     groups: dict[str, list[str]] = {}
     layout = hub_layout(model)
@@ -142,7 +147,7 @@ def hub_tensors(model) -> Iterator[tuple[str, torch.Tensor]]:
 
 @contextlib.contextmanager
 def gathered(model, prefix: str) -> Iterator[dict[str, torch.Tensor]]:
-    """The live tensors under `prefix` (of the root: those in no layer), gathered in the type they compute in."""
+    """Live tensors under `prefix` (of the root: those in no layer), gathered in the type they compute in."""
     part = model.get_submodule(prefix[:-1]) if prefix else model
     cut = [
         module
@@ -159,10 +164,12 @@ def gathered(model, prefix: str) -> Iterator[dict[str, torch.Tensor]]:
             module.reshard()
 
 
-def write_segment(path: str, tensors: Iterable[tuple[str, torch.Tensor]], write: bool = True) -> tuple[list[dict], int]:
+def write_segment(
+    path: str, tensors: Iterable[tuple[str, torch.Tensor]], write: bool = True
+) -> tuple[list[dict], int]:
     """
-    Writes the tensors back to back; returns (table, bytes of the file). With write=False it only runs through them,
-    as the ranks must that gather but do not write, and returns ([], 0).
+    Writes the tensors back to back; returns (table, bytes of the file). With write=False it only runs
+    through them, as the ranks must that gather but do not write, and returns ([], 0).
     """
     if not write:
         for _ in tensors:
@@ -204,7 +211,7 @@ def verify_segment(path: str, table: list[dict]) -> dict[str, torch.Tensor]:
     try:
         with open(path, "rb") as file:
             size = os.fstat(file.fileno()).st_size
-            # A private writable mapping: torch refuses to be quiet about read-only memory. Nothing is written to it.
+            # Private and writable, since torch warns about read-only memory. Nothing is written to it.
             mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
     except (OSError, ValueError) as error:
         raise WeightsError(f"Cannot map {path}: {error}") from error
@@ -230,27 +237,32 @@ def check_entry(entry: dict, size: int, seen: dict) -> torch.dtype:
         raise WeightsError(f"Tensor {name} has unknown dtype {entry['dtype']!r}")
     wanted = torch.Size(entry["shape"]).numel() * dtype.itemsize
     if entry["bytes"] != wanted or wanted == 0:
-        raise WeightsError(f"Tensor {name} has {entry['bytes']} bytes, its shape {entry['shape']} needs {wanted}")
-    if entry["offset"] % ALIGN_BYTES or not 0 <= entry["offset"] <= size - wanted:
-        raise WeightsError(f"Tensor {name} at {entry['offset']} + {wanted} bytes does not fit a file of {size} bytes")
+        raise WeightsError(f"Tensor {name} has {entry['bytes']} bytes, shape {entry['shape']} needs {wanted}")
+    offset = entry["offset"]
+    if offset % ALIGN_BYTES or not 0 <= offset <= size - wanted:
+        raise WeightsError(f"Tensor {name} at {offset} + {wanted} bytes does not fit a file of {size} bytes")
     return dtype
 
 
 @torch.no_grad()
 def load_into(model, tensors: dict[str, torch.Tensor]) -> int:
     """
-    Copies hub tensors in place into a model that is not sharded; returns how many. All or nothing: raises WeightsError
-    before the first copy unless names and shapes cover the whole model, each once.
+    Copies hub tensors in place into a model that is not sharded; returns how many. All or nothing: raises
+    WeightsError before the first copy unless names and shapes cover the whole model, each once.
     """
     live = model.state_dict()  # detached, same storage
+    for name, tensor in live.items():
+        if not tensor.is_contiguous():
+            raise WeightsError(f"Cannot load into {name}: it does not lie in one piece of memory")
     windows = {p.name: p.of(live[name]) for name, pieces in hub_layout(model).items() for p in pieces}
     for name, window in windows.items():
-        if name not in tensors:
-            raise WeightsError(f"Tensor {name} of the model was not sent ({len(tensors)} of {len(windows)} were)")
-        if tensors[name].shape != window.shape:
-            raise WeightsError(f"Tensor {name} was sent as {list(tensors[name].shape)}, want {list(window.shape)}")
-        if tensors[name].is_floating_point() != window.is_floating_point():
-            raise WeightsError(f"Tensor {name} was sent as {tensors[name].dtype}, want {window.dtype}")
+        sent = tensors.get(name)
+        if sent is None:
+            raise WeightsError(f"Tensor {name} was not sent, {len(tensors)} of {len(windows)} were")
+        if sent.shape != window.shape:
+            raise WeightsError(f"Tensor {name} was sent as {list(sent.shape)}, want {list(window.shape)}")
+        if sent.is_floating_point() != window.is_floating_point():
+            raise WeightsError(f"Tensor {name} was sent as {sent.dtype}, want {window.dtype}")
     for name in tensors:
         if name not in windows:
             raise WeightsError(f"Tensor {name} was sent but the model has none of that name")

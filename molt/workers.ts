@@ -1,0 +1,183 @@
+/**
+ * All worker processes of a run, and the clients over them.
+ *
+ *   tokenizer, engines (generator.ts, refit.ts), trainer ranks (trainer.ts), runners (dispatch.ts)
+ *
+ * Started all at once, since each spends seconds on imports and on loading the model. What one kind of process is
+ * started with stands here once, so that a restart is the same as a start.
+ * Called by loop.ts; starts processes through launch.ts.
+ */
+import { join, resolve } from 'node:path';
+import type { Bus } from './bus.ts';
+import { type Options, simulatedScript } from './config.ts';
+import { Dispatch } from './dispatch.ts';
+import { Generator } from './generator.ts';
+import { type Launcher, logTail, nodeCommand, pythonCommand, type Worker, type WorkerSpec } from './launch.ts';
+import { Refit } from './refit.ts';
+import { Trainer } from './trainer.ts';
+import type { Json } from './types.ts';
+
+/** Largest |dlogp| of the refit probes: float32 agrees to rounding, bfloat16 does not. */
+const LAYOUT_BOUND = { float32: 1e-4, bfloat16: 0.5 } as const;
+
+export interface Workers {
+  readonly tokenizer: Worker;
+  readonly trainer: Trainer;
+  readonly generator: Generator;
+  readonly refit: Refit;
+  readonly dispatch: Dispatch;
+  readonly numRanks: number;
+  readonly dtype: keyof typeof LAYOUT_BOUND; // the coarser of engine and trainer
+  /** What workers said of themselves, once all are ready. */
+  readonly ready: Promise<Facts>;
+  /** The work, or the failure that makes it pointless, whichever comes first. */
+  readonly orFatal: <T>(work: Promise<T>) => Promise<T>;
+  /** From here on a lost worker is no news. Processes are ended by launch.ts. */
+  readonly close: () => void;
+}
+
+export interface Facts {
+  readonly stopTokenIds: readonly number[];
+  readonly vocabSize: number;
+  readonly templateNote: string | null; // set when suffixes cannot be exact
+  readonly startup: string; // seconds until each kind was ready
+}
+
+export function openWorkers(args: {
+  options: Options;
+  runDir: string;
+  bus: Bus;
+  launcher: Launcher;
+  event: (name: string, detail: Record<string, string | number>) => void;
+}): Workers {
+  const { options, runDir, launcher, event } = args;
+  const startedAt = performance.now();
+  const specs = workerSpecs(options, runDir);
+  const tokenizer = launcher.start(specs.tokenizer());
+  const rankSpecs = Array.from({ length: options['trainer.num_ranks'] }, (_, rank) => specs.rank(rank));
+  // Simulated ranks share their all-reduce, so they live in one process.
+  const ranks = options['trainer.kind'] === 'simulated' ? launcher.startMany(rankSpecs) : rankSpecs.map((spec) => launcher.start(spec));
+  const trainer = new Trainer({
+    ranks,
+    launcher,
+    loss: {
+      clipLowHigh: options['actor.eps_clip_low_high'],
+      isLevel: options['algo.advantage.is_correction_level'],
+      isMode: options['algo.advantage.is_correction_mode'],
+      isThreshold: options['algo.advantage.is_correction_threshold'],
+    },
+    temperature: options['rollout.temperature'],
+    packed: options['fsdp.packing_samples'],
+  });
+  const generator = new Generator({
+    launcher,
+    spec: specs.engine,
+    maxRequests: options['engine.max_requests'],
+    maxRestarts: options['engine.max_restarts'],
+    hooks: { join: (engine) => refit.join(engine), event },
+  });
+  const dtype = options['engine.dtype'] === 'float32' && options['fsdp.param_dtype'] === 'float32' ? 'float32' : 'bfloat16';
+  const refit = new Refit({ generator, trainer, runDir, verifyEvery: options['refit.verify_every'], tolerance: LAYOUT_BOUND[dtype] });
+  const dispatch = new Dispatch({
+    launcher,
+    spec: specs.runner,
+    generator,
+    tokenizer: () => tokenizer.peer,
+    maxRestarts: options['engine.max_restarts'],
+    hooks: { version: () => refit.version, event },
+  });
+  const tokenizerLost = tokenizer.peer.lost.then((reason) => {
+    throw new Error(`The tokenizer is gone: ${reason.message}\n${logTail(tokenizer, 20)}`);
+  });
+  const fatal = Promise.race([trainer.failed, generator.failed, dispatch.failed, tokenizerLost]);
+  fatal.catch(() => {}); // also when the run ends as it should
+  const orFatal = <T>(work: Promise<T>): Promise<T> => {
+    work.catch(() => {}); // when `fatal` wins
+    return Promise.race([work, fatal]);
+  };
+
+  const started: string[] = [];
+  const timed = async (name: string, work: Promise<unknown>) => {
+    await work;
+    started.push(`${name} ${((performance.now() - startedAt) / 1000).toFixed(1)} s`);
+  };
+  const all = Promise.all([
+    timed('tokenizer', tokenizer.peer.ready),
+    timed('trainer', trainer.ready()),
+    timed('engines', Promise.all(Array.from({ length: options['engine.num_engines'] }, (_, i) => generator.startEngine(i)))),
+    timed('runners', Promise.all(Array.from({ length: options['rollout.num_runners'] }, (_, i) => dispatch.startRunner(i)))),
+  ]);
+  const ready = orFatal(all).then(async (): Promise<Facts> => {
+    const template = (await tokenizer.peer.ready) as { stop_token_ids: readonly number[]; suffix_exact: boolean; suffix_note: string };
+    const { vocab_size } = (await (ranks[0] as Worker).peer.ready) as { vocab_size: number };
+    return {
+      stopTokenIds: template.stop_token_ids,
+      vocabSize: vocab_size,
+      templateNote: template.suffix_exact ? null : template.suffix_note,
+      startup: started.join(', '),
+    };
+  });
+  const close = () => {
+    generator.close();
+    dispatch.close();
+    trainer.close();
+  };
+  return { tokenizer, trainer, generator, refit, dispatch, numRanks: ranks.length, dtype, ready, orFatal, close };
+}
+
+// ---- What each process is started with ----
+
+/** What each process is started with. One place, so that a restart is the same as a start. */
+function workerSpecs(options: Options, runDir: string) {
+  const model = options['actor.model_name_or_path'] || 'simulated';
+  const script = simulatedScript(options);
+  const python = (file: string) => pythonCommand(file, options['launch.python'] || undefined);
+  const simulated = () => nodeCommand('workers/simulated.ts');
+  const rendezvous = `file://${join(runDir, `rendezvous-${process.pid}`)}`;
+  const spec = (kind: WorkerSpec['kind'], index: number, command: readonly string[], more: Record<string, Json>): WorkerSpec => ({
+    id: `${kind}-${index}`,
+    kind,
+    command,
+    options: { ...more, script },
+  });
+  return {
+    tokenizer: () =>
+      spec('tokenizer', 0, options['tokenizer.kind'] === 'simulated' ? simulated() : python('tokenizer.py'), { model_path: model }),
+    engine: (index: number) =>
+      spec('engine', index, options['engine.kind'] === 'simulated' ? simulated() : python('engine_torch.py'), {
+        model_path: model,
+        device: options['engine.device'],
+        dtype: options['engine.dtype'],
+        max_requests: options['engine.max_requests'],
+        max_len: options['engine.max_len'],
+        prefill_tokens: options['engine.prefill_tokens'],
+        seed: options['train.seed'],
+      }),
+    rank: (rank: number) =>
+      spec('trainer', rank, options['trainer.kind'] === 'simulated' ? simulated() : python('trainer.py'), {
+        model_path: model,
+        rank,
+        world_size: options['trainer.num_ranks'],
+        rendezvous,
+        device: options['trainer.device'],
+        param_dtype: options['fsdp.param_dtype'],
+        attn_implementation: 'sdpa',
+        gradient_checkpoint: options['actor.gradient_checkpoint'] === 'full',
+        logprob_chunk: options['trainer.logprob_chunk'],
+        optim: {
+          lr: options['actor.adam.lr'],
+          betas: options['actor.adam.betas'],
+          eps: options['actor.adam.eps'],
+          weight_decay: options['actor.adam.weight_decay'],
+          max_norm: options['actor.max_norm'],
+        },
+        seed: options['train.seed'],
+        deterministic: false,
+      }),
+    runner: (index: number) =>
+      spec('runner', index, nodeCommand('molt/runner.ts'), {
+        agent_path: resolve(options['train.agent_path']),
+        template_kwargs: {},
+      }),
+  };
+}

@@ -1,0 +1,433 @@
+/**
+ * The simulated engine: continuous batching without keys and values.
+ *
+ *   generate -> running (queue while paused) -> one token per tick for all -> `tokens` event -> ended
+ *
+ * Same contract as engine_torch.py, held to it by the same tests (test/engine_contract.test.ts).
+ *
+ * Invariants
+ *   1. A step is synchronous and weights change only between steps: an event never spans two versions.
+ *   2. A pause is answered after the last event of the old version, and none follows it.
+ *   3. Weights are staged until the last tensor is there and verified; an error before that is fatal.
+ *   4. A scripted reply decides the tokens; their logprobs stay those of the model.
+ * Started by simulated.ts; talks to generator.ts and refit.ts.
+ */
+import { readFileSync } from 'node:fs';
+import { crc32 } from 'node:zlib';
+import type { Answer } from '../molt/bus.ts';
+import type { Fields } from '../molt/protocol.ts';
+import { RemoteError } from '../molt/protocol.ts';
+import {
+  argmax,
+  decodeIds,
+  drawFrom,
+  encodeText,
+  IM_END,
+  logitsAt,
+  NUM_PARAMETERS,
+  pick,
+  TENSORS,
+  TextStream,
+  uniform,
+  VOCAB_SIZE,
+} from './simulated_model.ts';
+import {
+  badRequest,
+  checkIds,
+  loadModel,
+  NOTHING,
+  type SimulatedWorker,
+  scoreRows,
+  unsupported,
+} from './simulated_worker.ts';
+
+const RETRY_AFTER_MS = 20;
+const MODES = ['keep', 'drain', 'abort'];
+
+type Ending = 'stop' | 'length' | 'abort' | 'error';
+interface Live {
+  readonly handle: number;
+  readonly fields: Fields<'generate'>;
+  readonly ids: number[]; // prompt, then what is sampled here
+  readonly promptLength: number;
+  readonly stream: TextStream | null; // where text is wanted
+  readonly reply: readonly number[] | null; // scripted tokens, from the first one of the turn on
+  readonly stopBytes: number; // length of the longest stop string
+  cachedTokens: number;
+}
+
+type Moved = [live: Live, ids: number[], logprobs: number[]];
+
+export class SimulatedEngine {
+  readonly #worker: SimulatedWorker;
+  readonly #maxRequests: number;
+  readonly #maxLen: number;
+  readonly #row = new Float64Array(VOCAB_SIZE);
+  #weights: Float32Array;
+  #version = 0;
+  #running: Live[] = [];
+  #queue: Live[] = []; // came while paused
+  #prefixes: { readonly ids: readonly number[]; readonly version: number }[] = []; // what a key/value cache would hold
+  #paused = false;
+  #draining: ((drained: boolean) => void) | null = null;
+  #onIdle: () => void = () => {};
+  #pause: { epoch: number; answer: Promise<Answer<'pause'>> } | null = null;
+  #staged = new Map<string, Float32Array>();
+  #nextHandle = 1;
+  #ticking = false;
+  #stats = { steps: 0, running: 0, waiting: 0, paused: 0, tokens: 0 };
+
+  constructor(worker: SimulatedWorker) {
+    const options = worker.options as { model_path: string; max_requests: number; max_len: number };
+    this.#worker = worker;
+    this.#weights = loadModel(options.model_path);
+    this.#maxRequests = options.max_requests;
+    this.#maxLen = options.max_len;
+    this.#listen();
+    this.#publish();
+    const { model_path: model, max_requests, max_len } = options;
+    worker.link.ready({ model, vocab_size: VOCAB_SIZE, dtype: 'float32', max_len, max_requests });
+  }
+
+  #listen(): void {
+    const w = this.#worker;
+    w.serve('generate', (fields, { prompt }) => this.#generate(fields, prompt), true);
+    w.serve('abort', ({ handles }) => this.#abort(handles), true);
+    w.serve('pause', (fields, _, signal) => this.#onPause(fields, signal), true);
+    w.serve('load_weights', (fields) => this.#load(fields), true);
+    w.serve('resume', ({ epoch }) => this.#resume(epoch), true);
+    w.serve(
+      'score',
+      (_, frames) => ({
+        fields: { version: this.#version },
+        frames: { logprobs: scoreRows(this.#weights, frames, 1) },
+      }),
+      true,
+    );
+  }
+
+  /** Resolves when nothing runs any more: what is paused or waits for a resume never will. */
+  async finished(): Promise<void> {
+    await this.#worker.finished();
+    if (this.#paused || this.#running.length === 0) return;
+    await new Promise<void>((resolve) => {
+      this.#onIdle = resolve;
+    });
+  }
+
+  #publish(): void {
+    const s = this.#stats;
+    s.running = this.#running.length;
+    s.waiting = this.#queue.length;
+    s.paused = this.#paused ? 1 : 0;
+    this.#worker.link.stats = { ...s };
+  }
+
+  // ---- Requests ----
+
+  #generate(fields: Fields<'generate'>, prompt: Int32Array): Answer<'generate'> {
+    this.#check(fields, prompt);
+    if (this.#running.length + this.#queue.length >= this.#maxRequests) {
+      throw new RemoteError('overloaded', `Engine has ${this.#maxRequests} requests, its limit`, {
+        retryAfterMs: RETRY_AFTER_MS,
+      });
+    }
+    const live: Live = {
+      handle: this.#nextHandle++,
+      fields,
+      ids: [...prompt],
+      promptLength: prompt.length,
+      stream: fields.want_text ? new TextStream() : null,
+      reply: this.#scripted(fields, prompt),
+      stopBytes: Math.max(0, ...fields.sampling.stop.map((s) => Buffer.byteLength(s))),
+      cachedTokens: 0,
+    };
+    if (this.#paused || this.#draining) this.#queue.push(live);
+    else this.#admit(live);
+    this.#wake();
+    return { fields: { handle: live.handle }, frames: {} };
+  }
+
+  #check(fields: Fields<'generate'>, prompt: Int32Array): void {
+    const s = fields.sampling;
+    const length = prompt.length + s.max_tokens;
+    if (prompt.length === 0) throw badRequest('prompt', 'The prompt is empty');
+    checkIds(prompt, 'prompt');
+    if (fields.already < 0 || fields.already >= prompt.length) {
+      throw badRequest('already', `already must be 0 to ${prompt.length - 1} for this prompt, got ${fields.already}`);
+    }
+    if (fields.heads !== 0) throw unsupported('heads', 'This engine returns no top-k heads');
+    if (fields.want_routes) throw unsupported('want_routes', 'This model has no expert routes');
+    if (!(s.temperature >= 0))
+      throw badRequest('sampling.temperature', `temperature must be at least 0, got ${s.temperature}`);
+    if (!(s.top_p > 0 && s.top_p <= 1)) throw badRequest('sampling.top_p', `top_p must be in (0, 1], got ${s.top_p}`);
+    if (s.top_k < 0) throw badRequest('sampling.top_k', `top_k must be at least 0, got ${s.top_k}`);
+    if (s.max_tokens < 1) throw badRequest('sampling.max_tokens', `max_tokens must be at least 1, got ${s.max_tokens}`);
+    if (prompt.length >= this.#maxLen) {
+      throw badRequest('prompt', `A prompt of ${prompt.length} tokens leaves no room in max_len ${this.#maxLen}`);
+    }
+    if (length > this.#maxLen) {
+      throw badRequest(
+        'sampling.max_tokens',
+        `Prompt ${prompt.length} + max_tokens ${s.max_tokens} is over max_len ${this.#maxLen}`,
+      );
+    }
+    if (s.stop.includes('')) throw badRequest('sampling.stop', 'A stop string is empty');
+    checkIds(Int32Array.from(s.stop_token_ids), 'sampling.stop_token_ids');
+  }
+
+  #scripted(fields: Fields<'generate'>, prompt: Int32Array): number[] | null {
+    const rules = this.#worker.script.reply ?? [];
+    if (rules.length === 0) return null;
+    const text = decodeIds(prompt.subarray(0, prompt.length - fields.already));
+    const rule = rules.find(
+      ({ when }) => text.endsWith(when) || text.endsWith(`${when}<|im_end|>\n<|im_start|>assistant\n`),
+    );
+    if (!rule) return null;
+    const choice = Math.floor(uniform(fields.sampling.seed, 0) * rule.texts.length);
+    return [...encodeText(rule.texts[choice] ?? ''), IM_END];
+  }
+
+  /** The cache a real engine has: the longest prefix of the same version; the last prompt token always runs. */
+  #admit(live: Live): void {
+    for (const { ids, version } of this.#prefixes) {
+      let n = 0;
+      while (n < ids.length && n < live.promptLength - 1 && ids[n] === live.ids[n]) n++;
+      if (version === this.#version) live.cachedTokens = Math.max(live.cachedTokens, n);
+    }
+    this.#running.push(live);
+  }
+
+  #abort(handles: readonly number[]): Answer<'abort'> {
+    const gone = (live: Live): boolean => handles.includes(live.handle);
+    const ended = [...this.#running, ...this.#queue].filter(gone);
+    this.#running = this.#running.filter((live) => !gone(live));
+    this.#queue = this.#queue.filter((live) => !gone(live));
+    const endings = ended.map((live): [Live, Ending] => [live, 'abort']);
+    this.#send(
+      ended.filter((live) => live.stream).map((live): Moved => [live, [], []]),
+      endings,
+    ); // text held back goes out
+    return NOTHING;
+  }
+
+  // ---- Steps ----
+
+  #wake(): void {
+    this.#publish();
+    if (this.#ticking || this.#paused || this.#running.length === 0) return;
+    this.#ticking = true;
+    // A turn of the event loop between ticks lets messages in. Not awaited: an error in a tick ends the process.
+    setImmediate(() => void this.#tick());
+  }
+
+  async #tick(): Promise<void> {
+    await this.#worker.arrive('step');
+    this.#ticking = false;
+    if (!this.#paused) this.#step();
+    this.#wake();
+  }
+
+  /** One step: synchronous, so that all of its tokens are of one version. */
+  #step(): void {
+    const moved: Moved[] = [];
+    const ended: [Live, Ending][] = [];
+    for (const live of this.#running) {
+      const ids: number[] = [];
+      const logprobs: number[] = [];
+      let ending: Ending | null = null;
+      for (let i = 0; i < (this.#worker.script.tokens_per_step ?? 1) && !ending; i++) {
+        const [id, logprob] = this.#sample(live);
+        ids.push(id);
+        logprobs.push(logprob);
+        live.ids.push(id);
+        ending = this.#ending(live, id);
+      }
+      moved.push([live, ids, logprobs]);
+      if (ending) ended.push([live, ending]);
+    }
+    this.#stats.steps += 1;
+    for (const [live] of ended) this.#remember(live);
+    this.#running = this.#running.filter((live) => !ended.some(([other]) => other === live));
+    this.#send(moved, ended);
+  }
+
+  #sample(live: Live): [number, number] {
+    const { sampling, already } = live.fields;
+    const index = already + live.ids.length - live.promptLength;
+    const scripted = live.reply?.[index];
+    const logits = logitsAt(this.#weights, live.ids, live.ids.length, this.#row);
+    // top_k and top_p would give a scripted token probability 0.
+    const logprobs = drawFrom(logits, scripted === undefined ? sampling : { ...sampling, top_k: 0, top_p: 1 });
+    const id =
+      scripted ?? (sampling.temperature === 0 ? argmax(logprobs) : pick(logprobs, uniform(sampling.seed, index)));
+    return [id, logprobs[id] as number];
+  }
+
+  /** Earlier tokens of the turn count: a stop string may have begun before the request was resumed here. */
+  #ending(live: Live, id: number): Ending | null {
+    const { sampling, already } = live.fields;
+    if (sampling.stop_token_ids.includes(id)) return 'stop';
+    if (live.stopBytes > 0) {
+      const from = Math.max(live.promptLength - already, live.ids.length - live.stopBytes);
+      const tail = decodeIds(live.ids.slice(from));
+      if (sampling.stop.some((s) => tail.includes(s))) return 'stop';
+    }
+    return live.ids.length - live.promptLength >= sampling.max_tokens ? 'length' : null;
+  }
+
+  #remember(live: Live): void {
+    this.#prefixes.push({ ids: live.ids.slice(0, -1), version: this.#version }); // the last token never ran
+    if (this.#prefixes.length > this.#maxRequests) this.#prefixes.shift();
+  }
+
+  #send(moved: readonly Moved[], ended: readonly [Live, Ending][]): void {
+    if (moved.length > 0 || ended.length > 0) {
+      const endings = new Map(ended);
+      const wanted = moved.some(([live]) => live.stream);
+      const text = ([live, ids]: Moved): string =>
+        live.stream ? live.stream.push(ids) + (endings.has(live) ? live.stream.end() : '') : '';
+      const ids = moved.flatMap(([, x]) => x);
+      this.#stats.tokens += ids.length;
+      this.#worker.link.send(
+        'tokens',
+        {
+          version: this.#version,
+          texts: wanted ? moved.map(text) : [],
+          ended: ended.map(([live, reason]) => ({
+            handle: live.handle,
+            reason,
+            detail: null,
+            cached_tokens: live.cachedTokens,
+          })),
+        },
+        {
+          handles: Int32Array.from(moved, ([live]) => live.handle),
+          counts: Int32Array.from(moved, ([, x]) => x.length),
+          ids: Int32Array.from(ids),
+          logprobs: Float32Array.from(moved.flatMap(([, , x]) => x)),
+        },
+      );
+    }
+    if (this.#running.length === 0) {
+      this.#draining?.(true);
+      this.#onIdle();
+    }
+    this.#publish();
+  }
+
+  // ---- Pause, load, resume ----
+
+  #onPause({ epoch, mode, clear_cache }: Fields<'pause'>, signal: AbortSignal): Promise<Answer<'pause'>> {
+    if (!MODES.includes(mode)) throw badRequest('mode', `mode must be ${MODES.join(', ')}, got ${mode}`);
+    if (this.#pause && epoch < this.#pause.epoch) {
+      throw badRequest('epoch', `Pause of epoch ${epoch} comes after epoch ${this.#pause.epoch}`);
+    }
+    if (this.#pause?.epoch !== epoch) this.#pause = { epoch, answer: this.#stop(mode, clear_cache, signal) };
+    return this.#pause.answer;
+  }
+
+  async #stop(mode: string, clearCache: boolean, signal: AbortSignal): Promise<Answer<'pause'>> {
+    this.#draining?.(true); // a newer pause ends the wait of an older one
+    if (mode === 'abort') this.#abort([...this.#running, ...this.#queue].map((live) => live.handle));
+    if (mode === 'drain' && !this.#paused && !(await this.#drain(signal))) {
+      this.#pause = null;
+      this.#goOn();
+      throw new RemoteError('cancelled', 'The pause was cancelled while it drained');
+    }
+    this.#paused = true;
+    if (clearCache) this.#prefixes = [];
+    this.#publish();
+    const live = [...this.#running, ...this.#queue];
+    return {
+      fields: { version: this.#version },
+      frames: {
+        handles: Int32Array.from(live, (l) => l.handle),
+        totals: Int32Array.from(live, (l) => l.ids.length - l.promptLength),
+      },
+    };
+  }
+
+  /** True when all that ran has ended; false when the pause was withdrawn before. */
+  async #drain(signal: AbortSignal): Promise<boolean> {
+    if (this.#running.length === 0) return true;
+    const drained = await new Promise<boolean>((resolve) => {
+      this.#draining = resolve;
+      signal.addEventListener('abort', () => resolve(false), { once: true });
+    });
+    this.#draining = null;
+    return drained;
+  }
+
+  #resume(epoch: number): Answer<'resume'> {
+    if (epoch !== this.#pause?.epoch) {
+      throw badRequest(
+        'epoch',
+        `Cannot resume epoch ${epoch}: the last pause was of epoch ${this.#pause?.epoch ?? 'none'}`,
+      );
+    }
+    if (this.#draining) throw badRequest('epoch', `Cannot resume epoch ${epoch}: its pause still drains`);
+    if (this.#staged.size > 0)
+      throw new RemoteError('fatal', `Cannot resume: ${this.#staged.size} tensors were sent, the last one was not`);
+    if (this.#paused) this.#goOn();
+    return NOTHING;
+  }
+
+  #goOn(): void {
+    this.#paused = false;
+    for (const live of this.#queue.splice(0)) this.#admit(live);
+    this.#wake();
+  }
+
+  #load({ version, source, tensors, last }: Fields<'load_weights'>): Answer<'load_weights'> {
+    if (!this.#paused) throw badRequest('version', `Cannot load version ${version}: the engine is not paused`);
+    if (source.transport !== 'file')
+      throw unsupported('source.transport', `Transport ${source.transport} is not known, want file`);
+    const started = performance.now();
+    try {
+      const file = readFileSync(source.path);
+      for (const entry of tensors) this.#stage(entry, file);
+      const verified = performance.now();
+      if (last) this.#swap(version);
+      return {
+        fields: { loaded: tensors.length, verify_ms: verified - started, load_ms: performance.now() - verified },
+        frames: {},
+      };
+    } catch (error) {
+      throw new RemoteError('fatal', `Cannot load version ${version}: ${(error as Error).message}`);
+    }
+  }
+
+  #stage(entry: Fields<'load_weights'>['tensors'][number], file: Buffer): void {
+    const { name, offset, bytes } = entry;
+    const spec = TENSORS.find((t) => t.name === name);
+    if (!spec) throw new Error(`Tensor ${name} was sent but the model has none of that name`);
+    if (entry.dtype !== 'f32' || String(entry.shape) !== String(spec.shape) || bytes !== spec.size * 4) {
+      throw new Error(
+        `Tensor ${name} was sent as ${entry.dtype} ${JSON.stringify(entry.shape)}, want f32 ${JSON.stringify(spec.shape)}`,
+      );
+    }
+    if (this.#staged.has(name)) throw new Error(`Tensor ${name} was sent twice`);
+    if (offset + bytes > file.length)
+      throw new Error(`Tensor ${name} ends at ${offset + bytes}, the file at ${file.length}`);
+    const received = this.#worker.damage('corrupt', 'load_weights', name, file.subarray(offset, offset + bytes));
+    const sum = crc32(received);
+    if (sum !== entry.crc32)
+      throw new Error(`Checksum of ${name} is ${sum.toString(16)}, the trainer sent ${entry.crc32.toString(16)}`);
+    const placed = this.#worker.damage('swap_layout', 'load_weights', name, received);
+    this.#staged.set(name, new Float32Array(Uint8Array.from(placed).buffer));
+  }
+
+  /** All or nothing: the old weights serve until every tensor of the model is there. */
+  #swap(version: number): void {
+    const weights = new Float32Array(NUM_PARAMETERS);
+    for (const { name, from } of TENSORS) {
+      const tensor = this.#staged.get(name);
+      if (!tensor) throw new Error(`Tensor ${name} of the model was not sent`);
+      weights.set(tensor, from);
+    }
+    this.#weights = weights;
+    this.#version = version;
+    this.#staged = new Map();
+  }
+}
