@@ -4,14 +4,13 @@
  *   Bus (controller) --expect--> Peer  <== hello, welcome, requests, replies, events ==>  WorkerLink (worker process)
  *
  * Invariants
- *   1. A message that does not fit the table (protocol.ts) never reaches a handler: its sender is lost.
- *   2. Messages of one worker and direction are handled in order; a repeat is dropped and counted, a gap means lost.
- *   3. A request settles exactly once: with its reply, its deadline, its cancellation, or the loss of the peer.
- *   4. Code that awaits a reply runs before the next message is handled, so an event behind a reply finds the state
+ *   1. Nobody is heard before a `hello` with the right version, id and secret; whoever breaks the protocol (channel.ts)
+ *      is lost. Neither is heard again.
+ *   2. A peer is lost once, with one reason. Everything pending on it then rejects as `lost`.
+ *   3. Code that awaits a reply runs before the next message is handled, so an event behind a reply finds the state
  *      that the reply made.
- *   5. A send never waits. What a worker has not yet taken is counted; beyond MAX_UNSENT_BYTES it is lost.
- *   6. Only this file retries, and only what is safe: pure kinds after `failed`, any kind after `overloaded`.
- *   7. An error thrown by an event handler is a bug of this process: it ends it, unless `onError` takes it.
+ *   4. A send never waits: what a worker has not yet taken is counted, and too much of it means lost.
+ *   5. An error thrown by an event handler is a bug of this process: it ends it, unless `onError` takes it.
  * Frames are sent without a copy: do not write into them afterwards. Not here: encryption, so only loopback is served;
  * reconnecting: a worker whose link breaks ends, and a new process says hello.
  * Called by generator.ts, trainer.ts, dispatch.ts, refit.ts, launch.ts (controller), runner.ts and simulated.ts (worker).
@@ -24,32 +23,37 @@ import { setImmediate as nextTurn, setTimeout as sleep } from 'node:timers/promi
 import { Worker } from 'node:worker_threads';
 import { Dealer, Router } from 'zeromq';
 import {
-  type Decoded,
+  type Answer,
+  type AnyFields,
+  type AnyFrames,
+  add,
+  asError,
+  Channel,
+  type Counters,
+  type EventHandler,
+  newCounters,
+  type RequestHandler,
+  type RequestOptions,
+} from './channel.ts';
+import {
   decodeBody,
-  ERROR_TYPES,
-  type ErrorType,
   type EventKind,
   encode,
   type Fields,
-  type FrameArray,
   type Frames,
-  type Kind,
-  MESSAGES,
   type Opened,
   openMessage,
   PROTOCOL_VERSION,
   ProtocolError,
-  RemoteError,
-  type ReplyFields,
-  type ReplyFrames,
   type RequestKind,
 } from './protocol.ts';
 import { invariant, type Json } from './types.ts';
 
+export type { Answer, RequestOptions } from './channel.ts';
+
 const HEARTBEAT_MS = 1000;
 const ZMTP_HEARTBEAT_MS = 2_000;
 const ZMTP_TIMEOUT_MS = 20_000;
-const MAX_UNSENT_BYTES = 256 * 1024 * 1024;
 /** A worker tells early what it has received after this much, so that bulk transfers do not count as unsent. */
 const ACK_BYTES = 16 * 1024 * 1024;
 /** Messages are handled for this long before timers and other sockets get their turn. */
@@ -63,420 +67,9 @@ const SLICE_MS = 5;
 const BUS_LINGER_MS = 400;
 const LINK_LINGER_MS = 1_500;
 const CLOSE_MS = 1_000;
-const OVERLOADED_WAIT_MS = 100;
-const MAX_FAILED_RETRIES = 2;
 const EXIT_REFUSED = 3;
-/** Longest delay a timer takes. */
-const MAX_TIMER_MS = 2 ** 31 - 1;
 
-/** Kinds whose answer depends on nothing but the request and the weights, so a second try is harmless. */
-const PURE_KINDS: ReadonlySet<Kind> = new Set(['render', 'suffix', 'encode', 'decode', 'parse', 'score', 'logprobs']);
 const LETTERS: Readonly<Record<string, string>> = { engine: 'E', trainer: 'T', tokenizer: 'K', runner: 'R' };
-
-export interface Answer<K extends RequestKind> {
-  readonly fields: ReplyFields<K>;
-  readonly frames: ReplyFrames<K>;
-}
-export interface RequestOptions {
-  readonly deadlineMs?: number | undefined; // over all tries
-  readonly signal?: AbortSignal | undefined; // withdraws the request: the worker gets `cancel`
-}
-export type EventHandler<K extends EventKind> = (fields: Fields<K>, frames: Frames<K>) => void;
-export type RequestHandler<K extends RequestKind> = (
-  fields: Fields<K>,
-  frames: Frames<K>,
-  signal: AbortSignal, // aborted by `cancel`, by the deadline of the request, and when the requester is lost
-) => Promise<Answer<K>>;
-
-type AnyFields = Readonly<Record<string, unknown>>;
-type AnyFrames = Readonly<Record<string, FrameArray | undefined>>;
-interface AnyAnswer {
-  readonly fields: AnyFields;
-  readonly frames: AnyFrames;
-}
-type Counters = Record<string, number>;
-
-function newCounters(): Counters {
-  return {
-    repeated_seq: 0,
-    refused: 0, // processes that were not welcome
-    after_end: 0, // messages from refused or lost processes
-    late_reply: 0, // the requester had stopped waiting
-    unknown_reply: 0,
-    unhandled_event: 0,
-    retries: 0,
-    deadlines: 0,
-    cancelled: 0,
-    sent_to_lost: 0, // events, dropped
-    lost: 0,
-  };
-}
-
-function add(counters: Counters, key: string): void {
-  counters[key] = (counters[key] ?? 0) + 1;
-}
-
-// ---- One direction each way, the same on both sides ----
-
-interface Pending {
-  readonly kind: Kind;
-  readonly seq: number;
-  readonly settle: (outcome: AnyAnswer | Error) => void;
-  abandoned: boolean; // nobody waits any more, but its one reply is still to come
-}
-
-interface ChannelArgs {
-  readonly letter: string; // who this side is, as the table spells it
-  readonly peerName: string; // for error messages
-  readonly counters: Counters;
-  readonly onError: (error: Error) => void;
-  readonly onBroken: (reason: string) => void;
-  readonly hold: boolean; // keep requests and events, but for lanes and the handshake, until `release`
-}
-
-/** seq, ids, correlation, deadlines, cancellation and retries between two processes. */
-class Channel {
-  readonly #args: ChannelArgs;
-  readonly #pending = new Map<number, Pending>();
-  readonly #running = new Map<number, AbortController>(); // requests of the other side that are being answered here
-  readonly #events = new Map<string, (fields: AnyFields, frames: AnyFrames) => void>();
-  readonly #handlers = new Map<
-    string,
-    (fields: AnyFields, frames: AnyFrames, signal: AbortSignal) => Promise<AnyAnswer>
-  >();
-  readonly #unsent: { readonly seq: number; readonly bytes: number }[] = []; // in order of seq
-  #transmit: ((parts: Buffer[]) => void) | null = null;
-  #otherLetter = '';
-  #nextSeq = 0;
-  #expectedSeq = 0;
-  #nextId = 0;
-  #held: Decoded[] | null; // arrived before `release`; null = released
-  #lost: string | null = null;
-  unsentBytes = 0;
-
-  constructor(args: ChannelArgs) {
-    this.#args = args;
-    this.#held = args.hold ? [] : null;
-  }
-
-  /** The other side is known: from here on messages flow. */
-  open(transmit: (parts: Buffer[]) => void, otherLetter: string, expectedSeq: number): void {
-    this.#transmit = transmit;
-    this.#otherLetter = otherLetter;
-    this.#expectedSeq = expectedSeq;
-  }
-
-  get isOpen(): boolean {
-    return this.#transmit !== null && this.#lost === null;
-  }
-
-  /** Highest seq that arrived, -1 = none. */
-  get received(): number {
-    return this.#expectedSeq - 1;
-  }
-
-  on<K extends EventKind>(kind: K, handler: EventHandler<K>): void {
-    this.#events.set(kind, handler as unknown as (fields: AnyFields, frames: AnyFrames) => void);
-  }
-
-  handle<K extends RequestKind>(kind: K, handler: RequestHandler<K>): void {
-    this.#handlers.set(
-      kind,
-      handler as unknown as (fields: AnyFields, frames: AnyFrames, signal: AbortSignal) => Promise<AnyAnswer>,
-    );
-  }
-
-  send(kind: Kind, fields: AnyFields, frames: AnyFrames = {}): void {
-    if (this.#lost !== null) return add(this.#args.counters, 'sent_to_lost');
-    this.#post({ kind, fields, frames });
-  }
-
-  async request(kind: Kind, fields: AnyFields, frames: AnyFrames, options: RequestOptions): Promise<AnyAnswer> {
-    const end = performance.now() + (options.deadlineMs ?? Number.POSITIVE_INFINITY);
-    for (let failures = 0; ; ) {
-      try {
-        return await this.#requestOnce(kind, fields, frames, end, options.signal);
-      } catch (error) {
-        const again = error instanceof RemoteError && (error.type === 'overloaded' || error.type === 'failed');
-        if (!again || (error.type === 'failed' && !(PURE_KINDS.has(kind) && failures++ < MAX_FAILED_RETRIES)))
-          throw error;
-        const wait = error.type === 'overloaded' ? (error.retryAfterMs ?? OVERLOADED_WAIT_MS) : 0;
-        if (performance.now() + wait >= end) throw error;
-        add(this.#args.counters, 'retries');
-        if (wait > 0) await sleep(wait, undefined, options.signal ? { signal: options.signal } : {}).catch(() => {}); // aborted: seen below
-      }
-    }
-  }
-
-  #requestOnce(
-    kind: Kind,
-    fields: AnyFields,
-    frames: AnyFrames,
-    end: number,
-    signal?: AbortSignal,
-  ): Promise<AnyAnswer> {
-    return new Promise((resolve, reject) => {
-      if (signal?.aborted) throw this.#cancelledError(kind);
-      if (this.#lost !== null) throw new RemoteError('lost', this.#lost);
-      const left = end - performance.now();
-      const id = this.#nextId++;
-      const seq = this.#post({
-        kind,
-        id,
-        fields,
-        frames,
-        ...(left < Number.POSITIVE_INFINITY && { deadlineMs: left }),
-      });
-      if (this.#lost !== null) throw new RemoteError('lost', this.#lost); // this very message was too much
-      const onAbort = () => this.#abandon(id, 'cancelled', this.#cancelledError(kind));
-      const timer =
-        left <= MAX_TIMER_MS
-          ? setTimeout(() => this.#abandon(id, 'deadlines', this.#deadlineError(kind)), Math.max(0, left))
-          : undefined;
-      signal?.addEventListener('abort', onAbort, { once: true });
-      const settle = (outcome: AnyAnswer | Error) => {
-        clearTimeout(timer);
-        signal?.removeEventListener('abort', onAbort);
-        if (outcome instanceof Error) reject(outcome);
-        else resolve(outcome);
-      };
-      this.#pending.set(id, { kind, seq, settle, abandoned: false });
-    });
-  }
-
-  #cancelledError(kind: Kind): RemoteError {
-    return new RemoteError('cancelled', `${kind} to ${this.#args.peerName} was cancelled`);
-  }
-
-  #deadlineError(kind: Kind): RemoteError {
-    return new RemoteError('deadline', `${kind} to ${this.#args.peerName} was not answered before its deadline`);
-  }
-
-  /** Stop waiting. The entry stays until the reply arrives: each request has exactly one, and it is counted. */
-  #abandon(id: number, counter: string, error: RemoteError): void {
-    const pending = this.#pending.get(id);
-    if (!pending || pending.abandoned) return;
-    pending.abandoned = true;
-    add(this.#args.counters, counter);
-    if (this.isOpen && this.#args.letter === 'C') {
-      // Workers cannot cancel: what they ask of the controller has its own message for that (abort_turn).
-      const cancelId = this.#nextId++;
-      const seq = this.#post({ kind: 'cancel', id: cancelId, fields: { request: id } });
-      this.#pending.set(cancelId, { kind: 'cancel', seq, settle: () => {}, abandoned: false });
-    }
-    pending.settle(error);
-  }
-
-  /** Throws ProtocolError when the other side broke the protocol. True when it was a reply (invariant 4). */
-  receive(opened: Opened): boolean {
-    const { counters, peerName } = this.#args;
-    if (opened.seq < this.#expectedSeq) {
-      add(counters, 'repeated_seq');
-      return false;
-    }
-    if (opened.seq > this.#expectedSeq) {
-      throw new ProtocolError(`Expected message ${this.#expectedSeq} of ${peerName}, got ${opened.seq}`, 'seq');
-    }
-    this.#expectedSeq++;
-    if (opened.re !== null) {
-      this.#onReply(opened, opened.re);
-      return true;
-    }
-    const message = this.#checked(opened);
-    if (message && this.#held && !isPrompt(message.kind as Kind)) this.#held.push(message);
-    else if (message) this.#onCall(message);
-    return false;
-  }
-
-  /** A worker answers an ill-formed request with the field's name; from a worker it is a broken protocol. */
-  #checked(opened: Opened): Decoded | null {
-    try {
-      const message = decodeBody(opened);
-      const { from, to } = MESSAGES[message.kind as Kind];
-      if (!speaks(from, this.#otherLetter) || !speaks(to, this.#args.letter)) {
-        throw new ProtocolError(`${message.kind} does not go from ${this.#args.peerName} to here`, 'kind');
-      }
-      return message;
-    } catch (error) {
-      if (!(error instanceof ProtocolError) || opened.id === null || this.#args.letter === 'C') throw error;
-      const refusal = new RemoteError('bad_request', error.message, { field: error.field });
-      this.#post({ kind: 'error', re: opened.id, fields: { ...errorFields(refusal) } });
-      return null;
-    }
-  }
-
-  /** Handlers are in place: what waited is handled now, in order. */
-  release(): void {
-    const held = this.#held ?? [];
-    this.#held = null;
-    for (const message of held) this.#onCall(message);
-  }
-
-  #onReply(opened: Opened, re: number): void {
-    const pending = this.#pending.get(re);
-    if (!pending) return add(this.#args.counters, 'unknown_reply');
-    const { kind, fields, frames } = decodeBody(opened, pending.kind);
-    if (kind !== 'ok' && kind !== 'error') throw new ProtocolError(`${kind}.re must be absent`, 're');
-    this.#pending.delete(re);
-    this.acknowledge(pending.seq); // messages are taken in order, so whatever came before it arrived too
-    if (pending.abandoned) add(this.#args.counters, 'late_reply');
-    else pending.settle(kind === 'ok' ? { fields, frames } : remoteError(fields as unknown as ErrorFields));
-  }
-
-  #onCall(message: Decoded): void {
-    if (message.id !== null) return void this.#answer(message, message.id); // never rejects
-    const handler = this.#events.get(message.kind);
-    if (!handler) return add(this.#args.counters, 'unhandled_event');
-    try {
-      handler(message.fields, message.frames);
-    } catch (error) {
-      this.#args.onError(asError(error));
-    }
-  }
-
-  async #answer({ kind, fields, frames, deadlineMs }: Decoded, id: number): Promise<void> {
-    const controller = new AbortController();
-    this.#running.set(id, controller);
-    const timer =
-      deadlineMs !== null && deadlineMs <= MAX_TIMER_MS ? setTimeout(() => controller.abort(), deadlineMs) : undefined;
-    try {
-      const handler = this.#handlers.get(kind);
-      if (!handler) throw new RemoteError('unsupported', `Nothing here answers ${kind}`, { field: 'kind' });
-      const answer = await handler(fields, frames, controller.signal);
-      if (this.isOpen) this.#post({ kind: 'ok', re: id, fields: answer.fields, frames: answer.frames }, kind as Kind);
-    } catch (error) {
-      if (this.isOpen) this.#post({ kind: 'error', re: id, fields: { ...errorFields(asError(error)) } });
-    } finally {
-      clearTimeout(timer);
-      this.#running.delete(id);
-    }
-  }
-
-  /** `cancel` arrived. The request still gets its own reply, from its handler. */
-  cancelRunning(id: number): void {
-    this.#running.get(id)?.abort();
-  }
-
-  #post(message: Omit<Parameters<typeof encode>[0], 'seq'>, answers: Kind | null = null): number {
-    if (!this.#transmit)
-      throw new Error(`Cannot send ${message.kind} to ${this.#args.peerName}: it has not said hello`);
-    const seq = this.#nextSeq;
-    const parts = encode({ ...message, seq }, answers);
-    this.#nextSeq++;
-    const bytes = parts.reduce((sum, part) => sum + part.length, 0);
-    this.#transmit(parts);
-    if (this.#args.letter === 'C') {
-      this.#unsent.push({ seq, bytes });
-      this.unsentBytes += bytes;
-      if (this.unsentBytes > MAX_UNSENT_BYTES) {
-        this.#args.onBroken(`${this.unsentBytes} bytes are unsent, at most ${MAX_UNSENT_BYTES}`);
-      }
-    }
-    return seq;
-  }
-
-  /** The other side has everything up to `seq`. */
-  acknowledge(seq: number): void {
-    let taken = 0;
-    for (const entry of this.#unsent) {
-      if (entry.seq > seq) break;
-      this.unsentBytes -= entry.bytes;
-      taken++;
-    }
-    this.#unsent.splice(0, taken);
-  }
-
-  /** What waits on whom, for a look at a process that seems to hang. */
-  describe(): string {
-    const waiting = [...this.#pending].map(([id, { kind }]) => `${kind} ${id}`).join(', ') || 'nothing';
-    const running = [...this.#running.keys()].join(', ') || 'none';
-    return `Waits for replies of ${this.#args.peerName}: ${waiting}. Answers requests: ${running}.`;
-  }
-
-  /** The other side is gone: everything pending rejects, everything running is told. */
-  close(reason: string): void {
-    if (this.#lost !== null) return;
-    this.#lost = reason;
-    for (const pending of this.#pending.values()) {
-      if (!pending.abandoned) pending.settle(new RemoteError('lost', reason));
-    }
-    this.#pending.clear();
-    this.#unsent.length = 0;
-    this.unsentBytes = 0;
-    for (const controller of this.#running.values()) controller.abort();
-  }
-}
-
-/** Whether the letters of the table's `from` or `to` mean this side. */
-function speaks(letters: string, letter: string): boolean {
-  return letters.includes(letter) || (letters.includes('W') && letter !== 'C');
-}
-
-/** Lanes and the handshake do not wait for handlers. */
-function isPrompt(kind: Kind): boolean {
-  return 'io' in MESSAGES[kind] || kind === 'welcome' || kind === 'refused';
-}
-
-interface ErrorFields {
-  readonly type: string;
-  readonly message: string;
-  readonly field: string | null;
-  readonly traceback: string | null;
-  readonly retry_after_ms: number | null;
-}
-
-function errorFields(error: Error): ErrorFields {
-  if (!(error instanceof RemoteError)) {
-    const traceback = error.stack ?? null;
-    return { type: 'failed', message: error.message, field: null, traceback, retry_after_ms: null };
-  }
-  const { message, field, traceback, retryAfterMs } = error;
-  // `lost` speaks of the link to some third process; passed on as it is, it would be taken for this link.
-  return {
-    type: error.type === 'lost' ? 'failed' : error.type,
-    message,
-    field,
-    traceback,
-    retry_after_ms: retryAfterMs,
-  };
-}
-
-function remoteError({ type, message, field, traceback, retry_after_ms }: ErrorFields): RemoteError {
-  if (!(ERROR_TYPES as readonly string[]).includes(type))
-    throw new ProtocolError(`Unknown error type ${type}`, 'error.type');
-  return new RemoteError(type as ErrorType, message, { field, traceback, retryAfterMs: retry_after_ms });
-}
-
-function asError(thrown: unknown): Error {
-  return thrown instanceof Error ? thrown : new Error(String(thrown));
-}
-
-/** Leave the stack of the receive loop, so that the process ends by an uncaught exception that shows the bug. */
-function crash(error: Error): void {
-  setImmediate(() => {
-    throw error;
-  });
-}
-
-interface Deferred<T> {
-  readonly promise: Promise<T>;
-  readonly resolve: (value: T) => void;
-  readonly reject: (error: Error) => void;
-}
-
-function deferred<T>(): Deferred<T> {
-  let resolve: (value: T) => void = () => {};
-  let reject: (error: Error) => void = () => {};
-  const promise = new Promise<T>((res, rej) => {
-    resolve = res;
-    reject = rej;
-  });
-  promise.catch(() => {}); // nobody has to await it
-  return { promise, resolve, reject };
-}
-
-const isLoopback = (endpoint: string): boolean =>
-  /^tcp:\/\/(127\.\d+\.\d+\.\d+|localhost|\[::1\]):(\d+|\*)$/.test(endpoint);
 
 // ---- Controller side ----
 
@@ -564,7 +157,7 @@ export class Peer {
     this.#seat.channel.send(kind, fields as AnyFields, frames as AnyFrames | undefined);
   }
 
-  /** One handler per kind; the latest counts. It must not throw. */
+  /** Handlers of one kind are called in the order they were added. They must not throw. */
   on<K extends EventKind>(kind: K, handler: EventHandler<K>): void {
     this.#seat.channel.on(kind, handler);
   }
@@ -625,11 +218,14 @@ export class Bus {
     this.#socket = socket;
     this.#heartbeatMs = options.heartbeatMs ?? HEARTBEAT_MS;
     this.#onError = options.onError ?? crash;
-    this.#loop = this.#receiveLoop().catch((error) => this.#onError(asError(error)));
+    const loop = receiveAll(socket, (parts) => this.#onMessage(parts));
+    this.#loop = loop.catch((error) => this.#onError(asError(error)));
   }
 
   /** Announce a worker before its process starts. The same id again replaces the process before it. */
   expect(workerId: string, secret: string, options: Json): Peer {
+    // Ill-formed options are found here, at the caller, and not when the worker says hello.
+    encode({ kind: 'welcome', seq: 0, fields: { incarnation: 0, options, heartbeat_ms: this.#heartbeatMs } });
     const before = this.#seats.get(workerId);
     before?.declareLost('replaced by a new process');
     const seat: Seat = {
@@ -681,24 +277,6 @@ export class Bus {
     seat.lost.resolve(seat.lostReason);
   }
 
-  async #receiveLoop(): Promise<void> {
-    let sliceEnd = 0;
-    while (!this.#closed) {
-      let message: Buffer[];
-      try {
-        message = await this.#socket.receive();
-      } catch (error) {
-        if (this.#closed) return; // closing ends a receive in progress
-        throw error;
-      }
-      const isReply = this.#onMessage(message);
-      if (isReply || performance.now() > sliceEnd) {
-        await nextTurn();
-        sliceEnd = performance.now() + SLICE_MS;
-      }
-    }
-  }
-
   #onMessage([routing, ...parts]: Buffer[]): boolean {
     invariant(routing, 'a ROUTER message starts with its routing id');
     const routingId = routing.toString('latin1');
@@ -725,8 +303,7 @@ export class Bus {
 
   /** The first message of a process. Throws ProtocolError when it is not welcome. */
   #welcome(routing: Buffer, routingId: string, opened: Opened): void {
-    if (opened.kind !== 'hello' || opened.seq !== 0)
-      throw new ProtocolError(`Expected hello, got ${opened.kind}`, 'kind');
+    if (opened.kind !== 'hello' || opened.seq !== 0) throw new ProtocolError(`Expected hello, got ${opened.kind}`);
     const hello = decodeBody(opened).fields as unknown as Fields<'hello'>;
     if (hello.protocol_version !== PROTOCOL_VERSION) {
       throw new ProtocolError(`Protocol version ${hello.protocol_version}, this side speaks ${PROTOCOL_VERSION}`);
@@ -770,11 +347,6 @@ export class Bus {
     }
     await this.#loop;
   }
-}
-
-function equalSecrets(a: string, b: string): boolean {
-  const [left, right] = [Buffer.from(a), Buffer.from(b)];
-  return left.length === right.length && timingSafeEqual(left, right);
 }
 
 // ---- Worker side ----
@@ -855,7 +427,8 @@ export class WorkerLink {
       secret: args.secret,
       capabilities: args.capabilities,
     });
-    this.#receiveLoop().catch((error) => (args.onError ?? crash)(asError(error)));
+    const loop = receiveAll(this.#socket, (parts) => this.#onMessage(parts));
+    loop.catch((error) => (args.onError ?? crash)(asError(error)));
   }
 
   get options(): Json {
@@ -942,24 +515,6 @@ export class WorkerLink {
     const finite = Object.entries(this.stats).filter(([, value]) => Number.isFinite(value));
     const dropped = Object.keys(this.stats).length - finite.length;
     return { ...Object.fromEntries(finite), ...(dropped > 0 && { wire_stats_not_finite: dropped }) };
-  }
-
-  async #receiveLoop(): Promise<void> {
-    let sliceEnd = 0;
-    while (!this.#closed) {
-      let parts: Buffer[];
-      try {
-        parts = await this.#socket.receive();
-      } catch (error) {
-        if (this.#closed) return;
-        throw error;
-      }
-      const isReply = this.#onMessage(parts);
-      if (isReply || performance.now() > sliceEnd) {
-        await nextTurn();
-        sliceEnd = performance.now() + SLICE_MS;
-      }
-    }
   }
 
   #onMessage(parts: Buffer[]): boolean {
@@ -1058,4 +613,58 @@ function watchParent(): void {
 
 function stacks(): string {
   return `Event loop of process ${process.pid}\n${new Error('now').stack}\nOpen: ${process.getActiveResourcesInfo().join(' ')}`;
+}
+
+// ---- Helpers ----
+
+/** Leave the stack of the receive loop, so that the process ends by an uncaught exception that shows the bug. */
+function crash(error: Error): void {
+  setImmediate(() => {
+    throw error;
+  });
+}
+
+interface Deferred<T> {
+  readonly promise: Promise<T>;
+  readonly resolve: (value: T) => void;
+  readonly reject: (error: Error) => void;
+}
+
+function deferred<T>(): Deferred<T> {
+  let resolve: (value: T) => void = () => {};
+  let reject: (error: Error) => void = () => {};
+  const promise = new Promise<T>((res, rej) => {
+    resolve = res;
+    reject = rej;
+  });
+  promise.catch(() => {}); // nobody has to await it
+  return { promise, resolve, reject };
+}
+
+function isLoopback(endpoint: string): boolean {
+  return /^tcp:\/\/(127\.\d+\.\d+\.\d+|localhost|\[::1\]):(\d+|\*)$/.test(endpoint);
+}
+
+function equalSecrets(a: string, b: string): boolean {
+  const [left, right] = [Buffer.from(a), Buffer.from(b)];
+  return left.length === right.length && timingSafeEqual(left, right);
+}
+
+/** Hands over one message after the other until the socket is closed. `onMessage` tells whether it was a reply. */
+async function receiveAll(socket: Router | Dealer, onMessage: (parts: Buffer[]) => boolean): Promise<void> {
+  let sliceEnd = 0;
+  while (!socket.closed) {
+    let parts: Buffer[];
+    try {
+      parts = await socket.receive();
+    } catch (error) {
+      if (socket.closed) return; // closing ends a receive in progress
+      throw error;
+    }
+    const isReply = onMessage(parts);
+    if (isReply || performance.now() > sliceEnd) {
+      await nextTurn(); // awaiting code goes first (invariant 3), and timers get their turn
+      sliceEnd = performance.now() + SLICE_MS;
+    }
+  }
 }

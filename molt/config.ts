@@ -956,6 +956,18 @@ export function helpText(): string {
   return `${lines.join('\n')}\n`;
 }
 
+/** The table of the README, in Markdown; a test compares them. */
+export function optionsTable(): string {
+  const rows = optionNames().map((name) => {
+    const spec: Spec = OPTIONS[name];
+    const rule = effectOf(name);
+    const kind = spec.type === 'choice' ? spec.choices.join(', ') : allowed(spec);
+    const effect = rule === undefined ? '' : `; only when ${ruleText(rule)}`;
+    return `| \`${name}\` | ${show(spec.default) || "''"} | ${kind} | ${`${spec.help}${effect}`.replaceAll('|', '\\|')} |`;
+  });
+  return ['| option | default | allowed | meaning |', '|---|---|---|---|', ...rows].join('\n');
+}
+
 function optionHelp(name: OptionName): string[] {
   const spec: Spec = OPTIONS[name];
   const rule = effectOf(name);

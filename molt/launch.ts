@@ -67,6 +67,7 @@ interface Process {
   readonly workers: readonly Worker[];
   readonly silentMs: Map<Worker, { heard: number; silent: number }>;
   isExited: boolean;
+  isStopping: boolean; // was asked to stop
   isCondemned: boolean; // found silent; being killed
 }
 
@@ -114,7 +115,10 @@ export class Launcher {
     const workers = specs.map((spec, i) => {
       return { spec, peer: peers[i] as Peer, pid: child.pid ?? -1, exited, log: { path, from } };
     });
-    this.#watch({ child, workers, silentMs: new Map(), isExited: false, isCondemned: false }, exited);
+    this.#watch(
+      { child, workers, silentMs: new Map(), isExited: false, isStopping: false, isCondemned: false },
+      exited,
+    );
     child.stdin?.on('error', () => {}); // it may end before it has read its secret; its exit tells
     child.stdin?.write(`${JSON.stringify(specs.length === 1 ? { secret: secrets[first.id] } : { secrets })}\n`);
     return workers;
@@ -153,7 +157,7 @@ export class Launcher {
     }
     await sleep(LAST_WORDS_MS);
     const how = signal ? `was ended by ${signal}` : code === null ? 'could not be started' : `exited with code ${code}`;
-    for (const worker of proc.workers) {
+    for (const worker of proc.workers.filter(({ peer }) => !peer.isLost)) {
       const cause = logTail(worker, 1);
       worker.peer.declareLost(`the process ${how}${cause && `: ${cause}`}`);
     }
@@ -205,12 +209,21 @@ export class Launcher {
 
   // ---- The end ----
 
-  /** Ask it to finish; after graceMs kill its group. Resolves when it is reaped. May be called twice. */
+  /**
+   * Ask it to finish (with all that share its process); after graceMs kill its group. Resolves when it is reaped. May be
+   * called twice.
+   */
   async stop(worker: Worker, graceMs = STOP_GRACE_MS): Promise<void> {
     if (!worker.peer.isConnected) return this.kill(worker);
     const timer = setTimeout(() => void this.kill(worker), graceMs); // never rejects
-    worker.peer.request('stop', {}, {}, { deadlineMs: graceMs }).catch(() => {}); // the timer kills what does not answer
-    await worker.exited;
+    for (const proc of this.#processes) {
+      if (!proc.workers.includes(worker) || proc.isStopping) continue;
+      proc.isStopping = true;
+      for (const { peer } of proc.workers) {
+        peer.request('stop', {}, {}, { deadlineMs: graceMs }).catch(() => {}); // the timer kills what does not answer
+      }
+    }
+    await Promise.all([worker.exited, worker.peer.lost]); // lost last, with the cause
     clearTimeout(timer);
   }
 
@@ -247,6 +260,7 @@ function killGroup(child: ChildProcess): void {
 
 /** A process that is gone already is no error. */
 function signalProcess(pid: number, signal: NodeJS.Signals): void {
+  invariant(Math.abs(pid) > 1, 'a signal goes to one process or group, never to all of them');
   try {
     process.kill(pid, signal);
   } catch (error) {
@@ -273,6 +287,7 @@ export function nodeCommand(script: string): string[] {
 /** The last lines that this process wrote, for error messages; '' when it wrote nothing. */
 export function logTail(worker: Worker, lines: number): string {
   const { path, from } = worker.log;
+  if (!existsSync(path)) return `(its log ${path} is gone)`;
   const file = openSync(path, 'r');
   try {
     const { size } = fstatSync(file);

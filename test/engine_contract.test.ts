@@ -4,10 +4,8 @@
  */
 import { join } from 'node:path';
 import { afterAll, beforeAll, describe, expect, test } from 'vitest';
-import type { Peer } from '../molt/bus.ts';
 import type { Worker } from '../molt/launch.ts';
-import type { Fields, Frames } from '../molt/protocol.ts';
-import { RemoteError } from '../molt/protocol.ts';
+import type { Fields } from '../molt/protocol.ts';
 import { flatRows } from '../molt/trainer.ts';
 import type { Sampling } from '../molt/types.ts';
 import {
@@ -19,175 +17,15 @@ import {
   promptOf,
   simulated,
   swapLayout,
-  type TensorTable,
   torch,
   writeSegment,
 } from './contract.ts';
+import { EngineClient, PLAIN, refused, type Turn } from './engine_client.ts';
 
-const PLAIN: Sampling = { temperature: 1, top_p: 1, top_k: 0, max_tokens: 24, seed: 7, stop: [], stop_token_ids: [] };
 const MAX_REQUESTS = 64;
 const MAX_LEN = 512;
 const LONG = 400; // tokens of a request that has not ended by itself when a test looks at it
 const WAIT_MS = 30_000;
-
-/** One request as its caller sees it. */
-interface Turn {
-  handle: number;
-  prompt: Int32Array;
-  readonly ids: number[];
-  readonly logprobs: number[];
-  readonly versions: number[];
-  text: string;
-  ended: Fields<'tokens'>['ended'][number] | null;
-}
-
-/** Records all that an engine says, in order. */
-class Client {
-  readonly peer: Peer;
-  readonly turns = new Map<number, Turn>();
-  events = 0;
-  tokens = 0;
-  #watchers = new Set<() => void>();
-
-  constructor(peer: Peer) {
-    this.peer = peer;
-    peer.on('tokens', (fields, frames) => this.#onTokens(fields, frames));
-    void peer.lost.then(() => this.#notify());
-  }
-
-  #turn(handle: number): Turn {
-    const turn = this.turns.get(handle) ?? {
-      handle,
-      prompt: new Int32Array(),
-      ids: [],
-      logprobs: [],
-      versions: [],
-      text: '',
-      ended: null,
-    };
-    this.turns.set(handle, turn);
-    return turn;
-  }
-
-  #onTokens(fields: Fields<'tokens'>, frames: Frames<'tokens'>): void {
-    this.events += 1;
-    this.tokens += frames.ids.length;
-    let at = 0;
-    for (const [i, handle] of frames.handles.entries()) {
-      const turn = this.#turn(handle);
-      expect(turn.ended, 'tokens after the end').toBeNull();
-      for (const end = at + (frames.counts[i] as number); at < end; at++) {
-        turn.ids.push(frames.ids[at] as number);
-        turn.logprobs.push(frames.logprobs[at] as number);
-        turn.versions.push(fields.version);
-      }
-      turn.text += fields.texts[i] ?? '';
-    }
-    expect(at).toBe(frames.ids.length);
-    for (const ended of fields.ended) {
-      const turn = this.#turn(ended.handle);
-      expect(turn.ended, 'ended twice').toBeNull();
-      turn.ended = ended;
-    }
-    this.#notify();
-  }
-
-  #notify(): void {
-    for (const watcher of this.#watchers) watcher();
-  }
-
-  /** Resolves when the condition holds; asked after every event. */
-  async until(condition: () => boolean): Promise<void> {
-    await new Promise<void>((resolve, reject) => {
-      const watcher = (): void => {
-        if (!condition() && !this.peer.isLost) return;
-        this.#watchers.delete(watcher);
-        if (condition()) resolve();
-        else reject(new Error('engine lost'));
-      };
-      this.#watchers.add(watcher);
-      watcher();
-    });
-  }
-
-  async start(
-    prompt: ArrayLike<number>,
-    sampling: Partial<Sampling> = {},
-    more: Partial<Fields<'generate'>> = {},
-  ): Promise<Turn> {
-    const { fields } = await this.peer.request(
-      'generate',
-      {
-        rollout_id: 'r',
-        attempt: 0,
-        turn: 0,
-        session_id: `s${this.turns.size}`,
-        already: 0,
-        want_text: false,
-        heads: 0,
-        want_routes: false,
-        ...more,
-        sampling: { ...PLAIN, ...sampling },
-      },
-      { prompt: Int32Array.from(prompt) },
-      { deadlineMs: WAIT_MS },
-    );
-    const turn = this.#turn(fields.handle);
-    turn.prompt = Int32Array.from(prompt);
-    return turn;
-  }
-
-  async generate(
-    prompt: ArrayLike<number>,
-    sampling: Partial<Sampling> = {},
-    more: Partial<Fields<'generate'>> = {},
-  ): Promise<Turn> {
-    const turn = await this.start(prompt, sampling, more);
-    await this.until(() => turn.ended !== null);
-    return turn;
-  }
-
-  async abort(turns: readonly Turn[]): Promise<void> {
-    await this.peer.request('abort', { handles: turns.map((t) => t.handle) });
-    await this.until(() => turns.every((t) => t.ended !== null));
-  }
-
-  async score(rows: readonly Int32Array[]): Promise<Float32Array> {
-    return (await this.peer.request('score', {}, flatRows(rows))).frames.logprobs;
-  }
-
-  /** Temperature-1 logprobs of a turn's sampled ids under the engine's weights of now. */
-  async scoreTurn(turn: Turn): Promise<Float32Array> {
-    return (await this.score([Int32Array.from([...turn.prompt, ...turn.ids])])).subarray(turn.prompt.length);
-  }
-
-  pause(epoch: number, mode: string, clear_cache = true) {
-    return this.peer.request('pause', { epoch, mode, clear_cache }, undefined, { deadlineMs: WAIT_MS });
-  }
-
-  resume(epoch: number) {
-    return this.peer.request('resume', { epoch });
-  }
-
-  load(version: number, path: string, tensors: TensorTable, more: Partial<Fields<'load_weights'>> = {}) {
-    return this.peer.request('load_weights', {
-      version,
-      source: { transport: 'file', path },
-      tensors,
-      last: true,
-      ...more,
-    });
-  }
-}
-
-async function refused(work: Promise<unknown>): Promise<RemoteError> {
-  const error = await work.then(
-    () => null,
-    (cause: unknown) => cause,
-  );
-  expect(error).toBeInstanceOf(RemoteError);
-  return error as RemoteError;
-}
 
 function logSoftmax(x: readonly number[]): number[] {
   const max = Math.max(...x);
@@ -201,7 +39,7 @@ describe.each([simulated, torch].map((kind) => [kind.name, kind] as const))(
     let cell: Cell;
     let models: [string, string];
     let worker: Worker;
-    let engine: Client;
+    let engine: EngineClient;
     let vocabSize: number;
     let epoch = 0; // rises with every pause of this engine
     let version = 0;
@@ -218,13 +56,13 @@ describe.each([simulated, torch].map((kind) => [kind.name, kind] as const))(
       cell = await Cell.open();
       models = await kind.makeModels(cell.dir);
       worker = await startEngine('engine-0');
-      engine = new Client(worker.peer);
+      engine = new EngineClient(worker.peer);
       vocabSize = ((await worker.peer.ready) as { vocab_size: number }).vocab_size;
     }, kind.startMs);
     afterAll(() => cell?.close());
 
     /** Load the weights of a model as the next version, around a pause of its own. */
-    async function loadModel(client: Client, model: string): Promise<number> {
+    async function loadModel(client: EngineClient, model: string): Promise<number> {
       const path = join(cell.dir, 'segment.bin');
       const tensors = writeSegment(model, path);
       await client.pause(++epoch, 'keep');
@@ -492,7 +330,7 @@ describe.each([simulated, torch].map((kind) => [kind.name, kind] as const))(
         expect(engine.events).toBe(events);
       }
 
-      function expectTotals(answer: Awaited<ReturnType<Client['pause']>>, turns: readonly Turn[]): void {
+      function expectTotals(answer: Awaited<ReturnType<EngineClient['pause']>>, turns: readonly Turn[]): void {
         expect([...answer.frames.handles].sort((a, b) => a - b)).toEqual(
           turns.map((t) => t.handle).sort((a, b) => a - b),
         );
@@ -679,7 +517,7 @@ describe.each([simulated, torch].map((kind) => [kind.name, kind] as const))(
             { dying: short, tensors: table.slice(0, -1) },
           ];
           for (const { dying, tensors } of cases) {
-            const client = new Client(dying.peer);
+            const client = new EngineClient(dying.peer);
             await client.pause(1, 'keep');
             const error = await refused(client.load(1, path, tensors));
             expect(error.type).toBe('fatal');
@@ -689,7 +527,7 @@ describe.each([simulated, torch].map((kind) => [kind.name, kind] as const))(
           }
           const again = await startEngine('engine-1');
           expect(again.peer.incarnation).toBe(corrupted.peer.incarnation + 1);
-          const client = new Client(again.peer);
+          const client = new EngineClient(again.peer);
           await client.pause(1, 'keep');
           await client.load(1, path, writeSegment(models[1], path));
           await client.resume(1);

@@ -14,7 +14,7 @@ import random
 import subprocess
 import sys
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -67,7 +67,7 @@ def dense(paths) -> Driver:
     return Driver(paths["dense_tied"])
 
 
-def reference(path: str):
+def reference(path: str) -> Any:
     return copy.deepcopy(plain(path))
 
 
@@ -85,7 +85,7 @@ class Turn:
 
     @property
     def reason(self) -> str | None:
-        return self.ended and self.ended["reason"]
+        return self.ended["reason"] if self.ended else None
 
     @property
     def cached(self) -> int:
@@ -156,6 +156,12 @@ class Driver:
 
     def pause(self, epoch: int, mode="keep", clear_cache=True) -> None:
         self.take(self.engine.pause(epoch, mode, clear_cache))
+
+    def paused(self) -> tuple[dict, list[int]]:
+        """Fields and totals of the reply to the last pause."""
+        assert self.engine.pause_answer
+        fields, frames = self.engine.pause_answer
+        return fields, frames["totals"].tolist()
 
     def load(self, version: int, segment: str, table: list, last=True) -> dict:
         source = {"transport": "file", "path": segment}
@@ -270,12 +276,18 @@ def test_greedy_takes_the_likeliest_token_with_its_logprob_at_temperature_1(dens
     assert turn.ids == logits[len(turn.prompt) - 1 : -1].argmax(-1).tolist()
 
 
+def warped(logits: Any, top_k: int, top_p: float) -> torch.Tensor:
+    """What transformers samples from."""
+    ids: Any = None  # neither looks at them
+    logits = TopKLogitsWarper(top_k)(ids, logits) if top_k else logits
+    return TopPLogitsWarper(top_p)(ids, logits) if top_p < 1 else logits
+
+
 @pytest.mark.parametrize("top_k, top_p", [(0, 1.0), (5, 1.0), (0, 0.7), (20, 0.8), (1, 1.0), (10_000, 0.01)])
 def test_top_k_and_top_p_keep_what_the_warpers_of_transformers_keep(top_k, top_p):
     logits = 3 * torch.randn(40, 300, generator=torch.Generator().manual_seed(1))
     logits[:, 7] = logits[:, 9]  # ties
-    wanted = TopKLogitsWarper(top_k)(None, logits) if top_k else logits
-    wanted = TopPLogitsWarper(top_p)(None, wanted) if top_p < 1 else wanted
+    wanted = warped(logits, top_k, top_p)
     got = restrict(logits, np.full(40, top_k), np.full(40, top_p))
     assert torch.equal(torch.isinf(got), torch.isinf(wanted))
     kept = ~torch.isinf(got)
@@ -295,9 +307,7 @@ def test_logprobs_with_top_k_and_top_p_are_those_of_the_distribution_drawn_from(
     for turn, (top_k, top_p) in zip(turns, limits, strict=True):
         with torch.no_grad():
             x = model(torch.tensor([turn.prompt + turn.ids])).logits[0, len(turn.prompt) - 1 : -1] / 0.9
-        x = TopKLogitsWarper(top_k)(None, x) if top_k else x
-        x = TopPLogitsWarper(top_p)(None, x) if top_p < 1 else x
-        wanted = x.log_softmax(-1).gather(1, torch.tensor(turn.ids)[:, None])[:, 0]
+        wanted = warped(x, top_k, top_p).log_softmax(-1).gather(1, torch.tensor(turn.ids)[:, None])[:, 0]
         assert (wanted - torch.tensor(turn.logprobs)).abs().max() <= TOLERANCE
 
 
@@ -445,8 +455,7 @@ def test_after_a_swap_with_clear_tokens_have_the_logprobs_of_the_new_weights(pat
     counts = [len(turn.ids) for turn in turns]
     assert min(counts) > 0
     driver.pause(1)
-    assert driver.engine.pause_answer == ({"version": 0}, driver.engine.pause_answer[1])
-    assert driver.engine.pause_answer[1]["totals"].tolist() == counts
+    assert driver.paused() == ({"version": 0}, counts)
     assert driver.load(3, str(tmp_path / "w"), table)["loaded"] == len(table)
     driver.engine.resume(1)
     driver.run()
@@ -558,7 +567,7 @@ def test_a_drain_takes_effect_when_what_came_before_has_ended_and_later_requests
         dense.engine.resume(1)
     dense.run()
     assert early.reason == "length" and late.ids == []
-    assert dense.engine.paused and dense.engine.pause_answer[1]["totals"].tolist() == [0]
+    assert dense.engine.paused and dense.paused() == ({"version": 0}, [0])
     dense.engine.resume(1)
     dense.run()
     assert late.reason == "length"
@@ -679,7 +688,8 @@ def test_a_bad_request_is_refused_by_the_name_of_its_field(dense, field, more):
 
 def test_more_than_max_requests_are_overloaded_until_one_ends(paths):
     driver = Driver(paths["dense_tied"], max_requests=2)
-    driver.start(ids_of("a")), driver.start(ids_of("b"))
+    for text in ("a", "b"):
+        driver.start(ids_of(text))
     with pytest.raises(WorkerError) as caught:
         driver.start(ids_of("c"))
     assert caught.value.type == "overloaded" and caught.value.retry_after_ms
@@ -813,7 +823,7 @@ def test_a_text_stream_joins_to_the_whole_for_any_bytes():
         already = rng.randrange(4)
         stream = TextStream(tokenizer.decode, ids_of("prompt") + ids[:already], already, [])
         pieces = [stream.push(token)[0] for token in ids[already:]] + [stream.end()]
-        whole, before = tokenizer.decode(ids), tokenizer.decode(ids[:already])
+        whole, before = str(tokenizer.decode(ids)), str(tokenizer.decode(ids[:already]))
         assert "".join(pieces) == whole[len(before) - before.endswith("\ufffd") :]
 
 

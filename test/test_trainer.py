@@ -44,7 +44,8 @@ join_group_of_one()
 @pytest.fixture(scope="module")
 def models(tmp_path_factory) -> dict[str, str]:
     root = tmp_path_factory.mktemp("models")
-    return {kind: make_model(kind, root / kind, seed=i) for i, kind in enumerate(["dense_tied", "moe", "dense_untied"])}
+    kinds = ["dense_tied", "moe", "dense_untied"]
+    return {kind: make_model(kind, root / kind, seed=i) for i, kind in enumerate(kinds)}
 
 
 def options(model_path: str, **changes) -> dict:

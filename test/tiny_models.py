@@ -80,7 +80,7 @@ def make_config(kind: str):
         "bos_token_id": None,
         "tie_word_embeddings": kind == "dense_tied",
     }
-    experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+    experts: dict[str, Any] = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
     if kind == "moe":
         # The first layer stays dense, as in DeepSeek and some Qwen models.
         return Qwen3MoeConfig(**(shape | experts), norm_topk_prob=True, mlp_only_layers=[0])

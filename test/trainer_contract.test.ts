@@ -7,7 +7,6 @@ import { join } from 'node:path';
 import { afterAll, beforeAll, beforeEach, describe, expect, test } from 'vitest';
 import type { Worker } from '../molt/launch.ts';
 import type { Fields, Frames, ReplyFields, RequestKind } from '../molt/protocol.ts';
-import { RemoteError } from '../molt/protocol.ts';
 import { flatRows } from '../molt/trainer.ts';
 import {
   Cell,
@@ -20,6 +19,7 @@ import {
   torch,
   writeSegment,
 } from './contract.ts';
+import { EngineClient, refused } from './engine_client.ts';
 
 const WAIT_MS = 60_000;
 const NUM_ROWS = 7;
@@ -67,6 +67,7 @@ describe.each([simulated, torch].map((kind) => [kind.name, kind] as const))(
     let one: Worker[];
     let two: Worker[];
     let engine: Worker;
+    let client: EngineClient;
     let start: string; // checkpoint
     let model: string;
     let step = 0;
@@ -80,6 +81,7 @@ describe.each([simulated, torch].map((kind) => [kind.name, kind] as const))(
         startRanks(cell, kind, { name: 'two', model, worldSize: 2 }),
         cell.start({ id: 'engine-0', kind: 'engine', command, options: engineOptions(kind, model) }),
       ]);
+      client = new EngineClient(engine.peer);
       start = newDirectory('start');
       await all(one, 'save', { step: 0, path: start });
     }, 2 * kind.startMs);
@@ -211,29 +213,9 @@ describe.each([simulated, torch].map((kind) => [kind.name, kind] as const))(
 
     test.each([1, 0.6])('logprobs at temperature %d equal those that an engine sampled with', async (temperature) => {
       const prompt = Int32Array.from(promptOf(11, 3));
-      const tokens: { ids: number[]; logprobs: number[] } = { ids: [], logprobs: [] };
-      const done = new Promise<void>((resolve) => {
-        engine.peer.on('tokens', (fields, frames) => {
-          tokens.ids.push(...frames.ids);
-          tokens.logprobs.push(...frames.logprobs);
-          if (fields.ended.length > 0) resolve();
-        });
-      });
-      const sampling = { temperature, top_p: 1, top_k: 0, max_tokens: 20, seed: 1, stop: [], stop_token_ids: [] };
-      const rest = {
-        rollout_id: 'r',
-        attempt: 0,
-        turn: 0,
-        session_id: 's',
-        already: 0,
-        want_text: false,
-        heads: 0,
-        want_routes: false,
-      };
-      await engine.peer.request('generate', { ...rest, sampling }, { prompt });
-      await done;
-      const [own] = await logprobs(one, [Int32Array.from([...prompt, ...tokens.ids])], temperature);
-      expect(largestGap(tokens.logprobs, (own as Float32Array).subarray(prompt.length))).toBeLessThan(1e-5);
+      const turn = await client.generate(prompt, { temperature, max_tokens: 20 });
+      const [own] = await logprobs(one, [Int32Array.from([...prompt, ...turn.ids])], temperature);
+      expect(largestGap(turn.logprobs, (own as Float32Array).subarray(prompt.length))).toBeLessThan(1e-5);
     });
 
     test('a step reports sums and maxima over trained tokens', async () => {
@@ -472,12 +454,6 @@ describe.each([simulated, torch].map((kind) => [kind.name, kind] as const))(
     });
 
     // ---- Refusals: nothing has changed, the rank goes on ----
-
-    async function refused(work: Promise<unknown>): Promise<RemoteError> {
-      const error = await work.catch((cause: unknown) => cause);
-      expect(error).toBeInstanceOf(RemoteError);
-      return error as RemoteError;
-    }
 
     test('rows are refused that do not follow, do not add up, or are not finite', async () => {
       const rows = await makeRows(() => 0);

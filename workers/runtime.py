@@ -132,6 +132,8 @@ class Runtime:
         self._wake_write.setblocking(False)
         self._woken = False
 
+        self._io = threading.Thread(target=self._io_main, name="io", daemon=True)
+
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.DEALER)
         self._configure(worker_id)
@@ -149,7 +151,6 @@ class Runtime:
                 "capabilities": capabilities,
             },
         )
-        self._io = threading.Thread(target=self._io_main, name="io", daemon=True)
         self._io.start()
 
     def _configure(self, worker_id: str) -> None:
@@ -277,8 +278,9 @@ class Runtime:
         self._wake()
 
     def _wake(self) -> None:
-        # The I/O thread clears _woken before it looks at the queue, so an append is never missed.
-        if not self._woken:
+        # The I/O thread clears _woken before it looks at the queue, so an append is never missed. It needs no
+        # waking for what it appends itself.
+        if not self._woken and threading.current_thread() is not self._io:
             self._woken = True
             try:
                 self._wake_write.send(b"\0")

@@ -664,7 +664,7 @@ class Engine:
 
 
 def score_lines(lengths: np.ndarray, budget: int):
-    """Yields (first, last, row lengths): rows packed into lines of up to `budget` tokens, or one longer row."""
+    """Yields (first, last, row lengths): rows packed into lines of up to `budget` tokens, or one long row."""
     first = last = 0
     rows: list[int] = []
     for n in lengths.tolist():

@@ -1,0 +1,164 @@
+/** Rollouts of a real runner process, over a simulated engine and tokenizer: what ends them and what they leave. */
+import { afterAll, beforeAll, describe, expect, test } from 'vitest';
+import { loadAgent } from '../molt/agent.ts';
+import { Dispatch, type Job } from '../molt/dispatch.ts';
+import { Generator } from '../molt/generator.ts';
+import { nodeCommand } from '../molt/launch.ts';
+import type { Json, Rollout } from '../molt/types.ts';
+import { IM_END } from '../workers/simulated_model.ts';
+import { Cell, engineOptions, simulated } from './contract.ts';
+
+
+const LIMIT_MS = 60_000;
+
+let cell: Cell;
+let generator: Generator;
+let dispatch: Dispatch;
+const events: string[] = [];
+
+beforeAll(async () => {
+  cell = await Cell.open();
+  const [model] = await simulated.makeModels(cell.dir);
+  const simulatedCommand = nodeCommand('workers/simulated.ts');
+  const tokenizer = await cell.start({ id: 'tokenizer-0', kind: 'tokenizer', command: simulatedCommand, options: { model_path: model } });
+  const event = (name: string) => events.push(name);
+  generator = new Generator({
+    launcher: cell.launcher,
+    spec: (index) => ({ id: `engine-${index}`, kind: 'engine', command: simulatedCommand, options: engineOptions(simulated, model) }),
+    maxRequests: 64,
+    maxRestarts: 1,
+    hooks: { join: async () => {}, event },
+  });
+  dispatch = new Dispatch({
+    launcher: cell.launcher,
+    spec: (index) => ({
+      id: `runner-${index}`,
+      kind: 'runner',
+      command: nodeCommand('molt/runner.ts'),
+      options: { agent_path: 'test/fixtures/agent_cases.ts', template_kwargs: {} },
+    }),
+    generator,
+    tokenizer: () => tokenizer.peer,
+    maxRestarts: 4,
+    hooks: { version: () => 0, event },
+  });
+  await Promise.all([generator.startEngine(0), dispatch.startRunner(0)]);
+}, LIMIT_MS);
+afterAll(async () => {
+  generator?.close();
+  dispatch?.close();
+  await cell?.close();
+});
+
+let count = 0;
+function run(label: Json, over: Partial<Job['limits']> = {}, maxTokens = 8): Promise<Rollout> {
+  const rolloutId = `r${count++}`;
+  return dispatch.run({
+    rolloutId,
+    groupId: rolloutId,
+    index: 0,
+    prompt: { source: 'test', epoch: 0, index: 0, input: 'hello', label, tools: null },
+    seed: count,
+    sampling: { temperature: 1, top_p: 1, top_k: 0, max_tokens: maxTokens, seed: count, stop: [], stop_token_ids: [IM_END] },
+    limits: { maxTurns: 4, maxTokens: 400, deadlineMs: 30_000, ...over },
+  });
+}
+
+describe('a rollout', () => {
+  test('of several turns adds up rewards, keeps the last info, and is one chain of exact tokens', async () => {
+    const rollout = await run('three turns');
+    expect(rollout).toMatchObject({ reward: 1, score: 1, turns: 3, attempt: 0, info: { seen: 2 } });
+    expect(['done', 'length']).toContain(rollout.reason);
+    expect(rollout.trajectories).toHaveLength(1);
+    const [t] = rollout.trajectories;
+    const policy = t?.spans.filter((span) => span.source === 'policy') ?? [];
+    expect(policy.map((span) => span.turn)).toEqual([0, 1, 2]);
+    for (const [k, mask] of t?.lossMask.entries() ?? []) {
+      const sampled = policy.some((span) => span.from <= k && k < span.to);
+      expect(mask).toBe(sampled ? 1 : 0);
+      expect(t?.versions[k]).toBe(sampled ? 0 : -1);
+      if (!sampled) expect(t?.logprobs[k]).toBe(0);
+    }
+  });
+
+  test('closes a turn that ran into its token limit exactly once before the observation', async () => {
+    const rollout = await run('tool', {}, 1); // one token a turn: mostly not the stop token
+    const [t] = rollout.trajectories;
+    const [first] = t?.spans.filter((span) => span.source === 'policy') ?? [];
+    const sampled = Array.from(t?.ids.slice(first?.from, first?.to) ?? []);
+    const next = t?.ids[first?.to ?? 0];
+    expect(sampled).toHaveLength(1);
+    expect(next === IM_END).toBe(sampled[0] !== IM_END);
+    expect(rollout.truncated).toBe(true);
+  });
+
+  test.each([
+    ['reset throws', 'agent_error', 'no such room'],
+    ['step throws', 'agent_error', 'the lamp is broken'],
+    ['nan reward', 'invalid_reward', 'expected a finite number'],
+    ['no result', 'agent_error', 'expected a Result'],
+  ])('whose environment does "%s" ends %s, says why, and has no reward', async (label, reason, detail) => {
+    const rollout = await run(label);
+    expect(rollout).toMatchObject({ reason, reward: null });
+    expect(rollout.detail).toContain(detail);
+  });
+
+  test('whose step never settles ends at its deadline', async () => {
+    expect(await run('hangs', { deadlineMs: 300 })).toMatchObject({ reason: 'deadline', reward: null });
+  });
+
+  test('that is never done ends at the turn limit, judged and truncated', async () => {
+    expect(await run('never done', { maxTurns: 3 })).toMatchObject({ reason: 'turns', turns: 3, reward: 0, truncated: true });
+  });
+
+  test('without room for another turn ends "context"; its trajectory stays within the limit', async () => {
+    const rollout = await run('never done', { maxTokens: 60, maxTurns: 100 });
+    expect(rollout).toMatchObject({ reason: 'context', truncated: true });
+    expect(rollout.trajectories[0]?.ids.length).toBeLessThanOrEqual(60);
+  });
+
+  test('whose prompt does not fit has no trajectory and no reward', async () => {
+    expect(await run('even', { maxTokens: 3 })).toMatchObject({ reason: 'context', reward: null, trajectories: [] });
+  });
+
+  test('can be cancelled, and comes back', async () => {
+    const rollout = run('hangs');
+    const id = `r${count - 1}`;
+    await new Promise((resolve) => setTimeout(resolve, 50));
+    dispatch.cancel((job) => job.rolloutId === id, 'cancelled');
+    expect(await rollout).toMatchObject({ reason: 'cancelled', reward: null });
+  });
+
+  test('keeps its reward when close() throws, and says that it did', async () => {
+    expect(await run('close throws')).toMatchObject({ info: { close_failed: 1 } });
+  });
+});
+
+test(
+  'hundreds of rollouts run in one runner, failures among them touch no other',
+  async () => {
+    const labels = Array.from({ length: 300 }, (_, i) => (i % 10 === 0 ? 'step throws' : i % 10 === 1 ? 'nan reward' : 'three turns'));
+    const rollouts = await Promise.all(labels.map((label) => run(label)));
+    for (const [i, rollout] of rollouts.entries()) expect(rollout.reward).toBe(labels[i] === 'three turns' ? 1 : null);
+  },
+  LIMIT_MS,
+);
+
+test(
+  'a rollout that keeps killing its runner ends runner_lost; the others are tried again',
+  async () => {
+    const [bad, ...good] = await Promise.all([run('crashes runner'), ...Array.from({ length: 8 }, () => run('three turns'))]);
+    expect(bad).toMatchObject({ reason: 'runner_lost', reward: null });
+    // An innocent may share all three attempts with the culprit; what matters is that all end.
+    for (const rollout of good) expect(['done', 'length', 'runner_lost']).toContain(rollout.reason);
+    expect(events).toContain('runner_lost');
+  },
+  LIMIT_MS,
+);
+
+describe('loadAgent', () => {
+  test('names the file and what is missing', async () => {
+    await expect(loadAgent('test/fixtures/no_such_agent.ts')).rejects.toThrow('Cannot load agent test/fixtures/no_such_agent.ts');
+    await expect(loadAgent('test/fixtures/prompts_half_throw.ts')).rejects.toThrow('must export `agent`');
+  });
+});
