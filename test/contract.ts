@@ -5,9 +5,10 @@
  * Used by engine_contract, trainer_contract and tokenizer_contract tests.
  */
 import { execFile } from 'node:child_process';
-import { mkdirSync, mkdtempSync, readFileSync, rmSync, writeFileSync } from 'node:fs';
+import { createHash } from 'node:crypto';
+import { existsSync, mkdirSync, mkdtempSync, readFileSync, renameSync, rmSync, writeFileSync } from 'node:fs';
 import { tmpdir } from 'node:os';
-import { join } from 'node:path';
+import { dirname, join, resolve } from 'node:path';
 import { setTimeout as sleep } from 'node:timers/promises';
 import { promisify } from 'node:util';
 import { crc32 } from 'node:zlib';
@@ -26,7 +27,7 @@ export type WorkerKind = 'engine' | 'trainer' | 'tokenizer';
 export interface Kind {
   readonly name: string;
   readonly command: (role: WorkerKind) => readonly string[];
-  /** Two policies of one shape, as directories. */
+  /** Two policies of one shape, as directories; nothing writes into them. */
   readonly makeModels: (dir: string) => Promise<[string, string]>;
   /** Added to the options of an engine; steps must take long enough for a message to arrive between two. */
   readonly engineOptions: { readonly [key: string]: Json };
@@ -74,13 +75,30 @@ Tools:
 export const torch: Kind = {
   name: 'torch',
   command: (role) => pythonCommand(role === 'engine' ? 'engine_torch.py' : `${role}.py`),
-  makeModels: async (dir) => {
-    const paths: [string, string] = [join(dir, 'tiny-1'), join(dir, 'tiny-2')];
-    const [python] = pythonCommand('engine_torch.py') as [string];
-    const env = { ...process.env, OMP_NUM_THREADS: '1', HF_HUB_OFFLINE: '1' };
-    await promisify(execFile)(python, ['-c', MAKE_TINY, 'dense_tied', ...paths], { env });
-    for (const path of paths) writeFileSync(join(path, 'chat_template.jinja'), CHAT_TEMPLATE);
-    return paths;
+  makeModels: async () => {
+    // Kept between runs: making them takes longer than most tests. Made aside and renamed, since files run in parallel.
+    const recipe = readFileSync('test/tiny_models.py', 'utf8') + MAKE_TINY + CHAT_TEMPLATE;
+    const dir = join(
+      'node_modules',
+      '.cache',
+      `molt-tiny-${createHash('sha256').update(recipe).digest('hex').slice(0, 16)}`,
+    );
+    const names = ['tiny-1', 'tiny-2'] as const;
+    if (!existsSync(dir)) {
+      mkdirSync(dirname(dir), { recursive: true });
+      const aside = mkdtempSync(`${dir}-`);
+      const paths = names.map((name) => join(aside, name));
+      const [python] = pythonCommand('engine_torch.py') as [string];
+      const env = { ...process.env, OMP_NUM_THREADS: '1', HF_HUB_OFFLINE: '1' };
+      await promisify(execFile)(python, ['-c', MAKE_TINY, 'dense_tied', ...paths], { env });
+      for (const path of paths) writeFileSync(join(path, 'chat_template.jinja'), CHAT_TEMPLATE);
+      try {
+        renameSync(aside, dir);
+      } catch {
+        rmSync(aside, { recursive: true }); // another file was faster
+      }
+    }
+    return names.map((name) => resolve(dir, name)) as [string, string];
   },
   engineOptions: {},
   startMs: 120_000,

@@ -55,7 +55,7 @@ describe.each([simulated, torch])('refit with $name workers', (kind: Kind) => {
       spec: (index) => ({
         id: `engine-${name}${index}`,
         kind: 'engine',
-        command: kind.commands.engine,
+        command: kind.command('engine'),
         options: engineOptions(kind, model),
       }),
       maxRequests: 64,
@@ -126,8 +126,9 @@ describe.each([simulated, torch])('refit with $name workers', (kind: Kind) => {
       await refit.push();
       const [old] = generator.engines;
       process.kill(old?.worker.pid ?? 0, 'SIGKILL');
-      await old?.worker.exited;
+      await old?.worker.peer.lost;
       await expect.poll(() => generator.engines.length, { timeout: kind.startMs }).toBe(1);
+      expect(generator.engines[0]?.worker.pid).not.toBe(old?.worker.pid);
       expect((await refit.parity()).max).toBeLessThanOrEqual(1e-5);
       expect(refit.version).toBe(1);
       const turn = await generator.generate({

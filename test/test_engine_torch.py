@@ -821,7 +821,9 @@ def test_a_text_stream_joins_to_the_whole_for_any_bytes():
             ids_of("ä猫🐈 plain ")[rng.randrange(5) :] + some_ids(rng, 60) + ids_of("🐈‍⬛ end<|im_end|>") * 3
         )
         already = rng.randrange(4)
-        stream = TextStream(tokenizer.decode, ids_of("prompt") + ids[:already], already, [])
+        stream = TextStream(
+            lambda ids: str(tokenizer.decode(list(ids))), ids_of("prompt") + ids[:already], already, []
+        )
         pieces = [stream.push(token)[0] for token in ids[already:]] + [stream.end()]
         whole, before = str(tokenizer.decode(ids)), str(tokenizer.decode(ids[:already]))
         assert "".join(pieces) == whole[len(before) - before.endswith("\ufffd") :]

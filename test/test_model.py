@@ -247,6 +247,7 @@ def changed_config(path: str, tmp_path: Path, **changes):
     [
         ({"layer_types": ["full_attention", "sliding_attention"], "sliding_window": 8}, "sliding_attention"),
         ({"attention_dropout": 0.1}, "attention_dropout"),
+        ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}, "'dynamic'"),
         ({"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"]}, "gpt2"),
         ({"num_hidden_layers": 3, "layer_types": ["full_attention"] * 3}, "missing keys model.layers.2"),
         ({"num_hidden_layers": 1, "layer_types": ["full_attention"]}, "unexpected keys model.layers.1"),

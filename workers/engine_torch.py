@@ -101,9 +101,12 @@ class Loop:
 def main() -> None:
     runtime = Runtime.connect("engine", CAPABILITIES)
     options = runtime.options
+    from transformers.utils.logging import disable_progress_bar
+
     from model import ModelError, device_named
     from slot_engine import Engine, load_model
 
+    disable_progress_bar()  # it would fill the log
     try:
         model = load_model(options["model_path"], options["dtype"], device_named(options["device"]))
     except (ModelError, OSError, ValueError) as error:

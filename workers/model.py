@@ -48,6 +48,8 @@ from transformers.distributed.utils import TransformersDeviceMesh
 
 # Families whose attention is plain causal softmax, which is all that rows_attention computes.
 FAMILIES = ("qwen3", "qwen3_moe", "llama")
+# Rotary embeddings that depend on the longest sequence at hand, so a row's logprobs would depend on its batch.
+UNSTEADY_ROPE = ("dynamic", "longrope")
 PARAM_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 HOOK = "apply_fully_sharded_data_parallelism"
 
@@ -122,6 +124,9 @@ def check_family(config) -> None:
         raise ModelError(f"Unknown model family {config.model_type!r}, want one of {', '.join(FAMILIES)}")
     if layers != {"full_attention"}:
         raise ModelError(f"Cannot train layers of type {', '.join(sorted(layers - {'full_attention'}))}")
+    rope = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
+    if rope in UNSTEADY_ROPE:
+        raise ModelError(f"Cannot train rotary embeddings of type {rope!r}: they depend on the batch")
     if getattr(config, "attention_dropout", 0.0):
         raise ModelError(
             f"Cannot train with attention_dropout {config.attention_dropout}: logprobs would be random"

@@ -83,10 +83,11 @@ def load_model(path: str, dtype: str, device: str):
     if dtype not in PARAM_DTYPES:
         raise ValueError(f"Unknown dtype {dtype!r}, want one of {', '.join(PARAM_DTYPES)}")
     # bf16: as the files have it, since embedding and head stay fp32 and casting bf16 up loses nothing.
-    loaded = torch.float32 if dtype == "float32" else "auto"
-    model, report = AutoModelForCausalLM.from_pretrained(
-        path, dtype=loaded, attn_implementation=ATTENTION, output_loading_info=True
+    files_type = torch.float32 if dtype == "float32" else "auto"
+    loaded: Any = AutoModelForCausalLM.from_pretrained(
+        path, dtype=files_type, attn_implementation=ATTENTION, output_loading_info=True
     )
+    model, report = loaded
     check_loaded(path, report)
     return prepare_model(model, PARAM_DTYPES[dtype], device)
 
