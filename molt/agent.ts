@@ -73,7 +73,9 @@ export async function loadAgent(path: string): Promise<AgentFactory> {
   }
   const agent = module.agent;
   if (typeof agent !== 'function') {
-    throw new Error(`Agent ${path} must export \`agent\`, a class or a function that makes an Env; it exports ${Object.keys(module).join(', ') || 'nothing'}`);
+    throw new Error(
+      `Agent ${path} must export \`agent\`, a class or a function that makes an Env; it exports ${Object.keys(module).join(', ') || 'nothing'}`,
+    );
   }
   const make = /^class\b/.test(Function.prototype.toString.call(agent))
     ? () => new (agent as new () => Env)()
@@ -94,7 +96,12 @@ export async function loadAgent(path: string): Promise<AgentFactory> {
 export interface Services {
   sample(request: { turn: number; prompt: Int32Array; sampling: Sampling; signal: AbortSignal }): Promise<TurnAnswer>;
   render(messages: readonly Message[], tools: readonly Json[] | null): Promise<Int32Array>;
-  suffix(stub: Message, added: readonly Message[], tools: readonly Json[] | null, lastIds: readonly number[]): Promise<Int32Array>;
+  suffix(
+    stub: Message,
+    added: readonly Message[],
+    tools: readonly Json[] | null,
+    lastIds: readonly number[],
+  ): Promise<Int32Array>;
   parse(ids: Int32Array, tools: readonly Json[] | null): Promise<ParsedTurn>;
 }
 export interface TurnAnswer extends SampledTurn {
@@ -244,18 +251,27 @@ async function turnLoop(
       return 'turns';
     }
     const added = asMessages(result.observation, 'step');
-    const stub: Message = { role: 'assistant', content: parsed.content, ...(parsed.toolCalls.length > 0 && { tool_calls: parsed.toolCalls }) };
+    const stub: Message = {
+      role: 'assistant',
+      content: parsed.content,
+      ...(parsed.toolCalls.length > 0 && { tool_calls: parsed.toolCalls }),
+    };
     context = await services.suffix(stub, added, tools, Array.from(answer.ids.subarray(-TAIL)));
   }
 }
 
 /** Fold a step's result into the rollout. Throws Ended on values no trainer can use. */
-function absorb(result: Result, state: { reward: number | null; score: number | null; truncated: boolean; info: Record<string, number> }): void {
-  if (typeof result !== 'object' || result === null) throw new Ended('agent_error', `step() returned ${describe(result)}, expected a Result`);
+function absorb(
+  result: Result,
+  state: { reward: number | null; score: number | null; truncated: boolean; info: Record<string, number> },
+): void {
+  if (typeof result !== 'object' || result === null)
+    throw new Ended('agent_error', `step() returned ${describe(result)}, expected a Result`);
   if (typeof result.reward !== 'number' || !Number.isFinite(result.reward)) {
     throw new Ended('invalid_reward', `step() returned reward ${describe(result.reward)}, expected a finite number`);
   }
-  if (typeof result.done !== 'boolean') throw new Ended('agent_error', `step() returned done ${describe(result.done)}, expected true or false`);
+  if (typeof result.done !== 'boolean')
+    throw new Ended('agent_error', `step() returned done ${describe(result.done)}, expected true or false`);
   state.reward = (state.reward ?? 0) + result.reward;
   if (result.score !== undefined && !Number.isFinite(result.score)) {
     throw new Ended('invalid_reward', `step() returned score ${describe(result.score)}, expected a finite number`);
@@ -263,14 +279,16 @@ function absorb(result: Result, state: { reward: number | null; score: number | 
   state.score = result.score ?? state.reward;
   state.truncated ||= result.truncated === true;
   for (const [key, value] of Object.entries(result.info ?? {})) {
-    if (!Number.isFinite(value)) throw new Ended('agent_error', `step() returned info.${key} ${describe(value)}, expected a finite number`);
+    if (!Number.isFinite(value))
+      throw new Ended('agent_error', `step() returned info.${key} ${describe(value)}, expected a finite number`);
     state.info[key] = value;
   }
 }
 
 function asMessages(value: string | readonly Message[] | undefined, from: string): readonly Message[] {
   if (typeof value === 'string') return [{ role: 'user', content: value }];
-  if (Array.isArray(value) && value.length > 0 && value.every((m) => typeof (m as Message | null)?.role === 'string')) return value;
+  if (Array.isArray(value) && value.length > 0 && value.every((m) => typeof (m as Message | null)?.role === 'string'))
+    return value;
   throw new Ended('agent_error', `${from}() gave ${describe(value)}, expected text or a list of messages with roles`);
 }
 

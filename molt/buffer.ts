@@ -75,7 +75,10 @@ export class Buffer {
   end(rollout: Rollout): Verdict | null {
     const running = this.#running.get(rollout.groupId);
     invariant(running, `rollout ${rollout.rolloutId} ended in a group that is not running`);
-    invariant(!running.ended.some((r) => r.rolloutId === rollout.rolloutId), `rollout ${rollout.rolloutId} ended twice`);
+    invariant(
+      !running.ended.some((r) => r.rolloutId === rollout.rolloutId),
+      `rollout ${rollout.rolloutId} ended twice`,
+    );
     running.ended.push(rollout);
     if (running.ended.length < this.#groupSize) return null;
     this.#running.delete(rollout.groupId);

@@ -10,7 +10,19 @@
  * The trainer writes its share (weights, optimizer, RNG); loop.json holds what the controller needs: step, policy
  * version, position in the data, its hash. Called by loop.ts.
  */
-import { closeSync, existsSync, fsyncSync, mkdirSync, openSync, readdirSync, readFileSync, renameSync, rmSync, statSync, writeFileSync } from 'node:fs';
+import {
+  closeSync,
+  existsSync,
+  fsyncSync,
+  mkdirSync,
+  openSync,
+  readdirSync,
+  readFileSync,
+  renameSync,
+  rmSync,
+  statSync,
+  writeFileSync,
+} from 'node:fs';
 import { join, relative } from 'node:path';
 import type { Position } from './data.ts';
 import type { Trainer } from './trainer.ts';
@@ -28,7 +40,13 @@ interface Manifest {
 }
 
 /** Save a complete checkpoint; returns its directory. Rejects with the path when the disk does not take it. */
-export async function saveCheckpoint(args: { runDir: string; trainer: Trainer; state: LoopState; keep: number; exportHf: boolean }): Promise<string> {
+export async function saveCheckpoint(args: {
+  runDir: string;
+  trainer: Trainer;
+  state: LoopState;
+  keep: number;
+  exportHf: boolean;
+}): Promise<string> {
   const { runDir, trainer, state, keep, exportHf } = args;
   const final = join(runDir, 'checkpoints', `step-${state.step}`);
   const temporary = `${final}.tmp`;
@@ -85,7 +103,8 @@ function incomplete(path: string): string | null {
 function prune(runDir: string, keep: number, newest: number): void {
   if (keep <= 0) return;
   const older = stepDirectories(runDir).filter((d) => d.step < newest);
-  for (const { path } of older.slice(0, Math.max(0, older.length - (keep - 1)))) rmSync(path, { recursive: true, force: true });
+  for (const { path } of older.slice(0, Math.max(0, older.length - (keep - 1))))
+    rmSync(path, { recursive: true, force: true });
 }
 
 /** Ascending by step. */

@@ -172,7 +172,9 @@ export const OPTIONS = {
     'tokens in one forward pass of a rank, padding included; a longer sample goes alone',
     { min: 1, effect: [{ option: 'train.micro_batch_size', is: [0] }] },
   ),
-  'train.max_epochs': int(1, 'optimizer steps on each batch; more than one makes the importance ratio differ from 1', { min: 1 }),
+  'train.max_epochs': int(1, 'optimizer steps on each batch; more than one makes the importance ratio differ from 1', {
+    min: 1,
+  }),
   'train.max_staleness': int(0, 'refits between sampling and training of a token; 0 = synchronous', { min: 0 }),
 
   'actor.model_name_or_path': text('', 'directory of the policy in Hugging Face format'),
@@ -308,7 +310,7 @@ export const OPTIONS = {
     'type the trainer computes in; master weights are float32',
     { effect: TRAINER_TORCH },
   ),
-  'fsdp.packing_samples': bool(false, 'one packed row per micro-batch instead of padded rows'),
+  'fsdp.packing_samples': bool(true, 'one packed row per micro-batch instead of padded rows'),
 
   'tokenizer.kind': choice(['python', 'simulated'], 'python', 'what renders the chat template and encodes text'),
 

@@ -14,7 +14,16 @@ import type { Generator } from './generator.ts';
 import type { Launcher, Worker, WorkerSpec } from './launch.ts';
 import { logTail } from './launch.ts';
 import type { Fields, Frames } from './protocol.ts';
-import { END_REASONS, type EndReason, invariant, type Prompt, type Rollout, type Sampling, type Span, type Trajectory } from './types.ts';
+import {
+  END_REASONS,
+  type EndReason,
+  invariant,
+  type Prompt,
+  type Rollout,
+  type Sampling,
+  type Span,
+  type Trajectory,
+} from './types.ts';
 
 /** Tries at one rollout whose runner dies under it. */
 const MAX_ATTEMPTS = 3;
@@ -98,7 +107,9 @@ export class Dispatch {
       this.#done(fields, frames);
       return { fields: {}, frames: {} };
     });
-    peer.on('abort_turn', ({ rollout_id, attempt, turn }) => this.#generator.abort({ rolloutId: rollout_id, attempt, turn }));
+    peer.on('abort_turn', ({ rollout_id, attempt, turn }) =>
+      this.#generator.abort({ rolloutId: rollout_id, attempt, turn }),
+    );
     peer.handle('render', async (fields) => this.#tokenizer().request('render', fields));
     peer.handle('suffix', async (fields) => this.#tokenizer().request('suffix', fields));
     peer.handle('encode', async (fields) => this.#tokenizer().request('encode', fields));
@@ -160,7 +171,8 @@ export class Dispatch {
     const load = new Map([...this.#runners.values()].map((worker) => [worker, 0]));
     for (const { runner } of this.#running.values()) if (runner) load.set(runner, (load.get(runner) ?? 0) + 1);
     let best: Worker | null = null;
-    for (const worker of this.#runners.values()) if (!best || (load.get(worker) ?? 0) < (load.get(best) ?? 0)) best = worker;
+    for (const worker of this.#runners.values())
+      if (!best || (load.get(worker) ?? 0) < (load.get(best) ?? 0)) best = worker;
     return best;
   }
 
@@ -259,7 +271,10 @@ function rolloutOf(running: Running, fields: Fields<'rollout_done'>, frames: Fra
     });
     at += length;
   }
-  invariant(at === frames.ids.length && at === frames.loss_mask.length, `lengths sum to ${at} of ${frames.ids.length} tokens`);
+  invariant(
+    at === frames.ids.length && at === frames.loss_mask.length,
+    `lengths sum to ${at} of ${frames.ids.length} tokens`,
+  );
   return {
     rolloutId: job.rolloutId,
     groupId: job.groupId,

@@ -50,7 +50,6 @@ interface Live {
   readonly spans: { version: number; from: number; to: number }[];
   cachedTokens: number;
   aborted: boolean;
-  moved: boolean; // it has lost an engine before
   engine: Engine | null;
   handle: number | null; // known once the engine has answered
 }
@@ -61,7 +60,6 @@ export class Engine {
   readonly maxRequests: number;
   readonly sent = new Set<Live>();
   readonly byHandle = new Map<number, Live>();
-  readonly early = new Map<number, (() => void)[]>(); // tokens that overtook the reply with their handle
   accepting = false; // has the current weights and is not being stopped
 
   constructor(worker: Worker, index: number, maxRequests: number) {
@@ -164,7 +162,6 @@ export class Generator {
         spans: [],
         cachedTokens: 0,
         aborted: false,
-        moved: false,
         engine: null,
         handle: null,
       };
@@ -203,7 +200,12 @@ export class Generator {
       this.#busyMs += now - this.#busySince;
       this.#busySince = now;
     }
-    const out = { tokens: this.tokens, cachedTokens: this.cachedTokens, promptTokens: this.promptTokens, busy_s: this.#busyMs / 1000 };
+    const out = {
+      tokens: this.tokens,
+      cachedTokens: this.cachedTokens,
+      promptTokens: this.promptTokens,
+      busy_s: this.#busyMs / 1000,
+    };
     this.tokens = this.cachedTokens = this.promptTokens = this.#busyMs = 0;
     return out;
   }
@@ -263,12 +265,11 @@ export class Generator {
       if (!engine.sent.has(live)) return; // the engine was lost meanwhile; #onLost has moved the request
       live.handle = fields.handle;
       engine.byHandle.set(fields.handle, live);
-      for (const deliver of engine.early.get(fields.handle) ?? []) deliver();
-      engine.early.delete(fields.handle);
       if (live.aborted && engine.sent.has(live)) this.#sendAbort(engine, fields.handle);
     } catch (error) {
       if (!engine.sent.delete(live)) return;
-      if (error instanceof RemoteError && (error.type === 'lost' || error.type === 'overloaded')) return this.#requeue(live);
+      if (error instanceof RemoteError && (error.type === 'lost' || error.type === 'overloaded'))
+        return this.#requeue(live);
       this.#end(live, 'error', (error as Error).message, engine.worker.spec.id);
     }
   }
@@ -283,30 +284,17 @@ export class Generator {
   #onTokens(engine: Engine, fields: Fields<'tokens'>, frames: Frames<'tokens'>): void {
     let at = 0;
     for (let i = 0; i < frames.handles.length; i++) {
-      const handle = frames.handles[i] as number;
+      const live = liveOf(engine, frames.handles[i] as number);
       const from = at;
       at += frames.counts[i] as number;
-      const to = at;
-      this.#onHandle(engine, handle, (live) => this.#append(live, fields.version, frames, from, to));
+      this.#append(live, fields.version, frames, from, at);
     }
     for (const { handle, reason, detail, cached_tokens } of fields.ended) {
-      this.#onHandle(engine, handle, (live) => {
-        live.cachedTokens += cached_tokens;
-        this.#retire(engine, live);
-        this.#end(live, reason as TurnResult['reason'], detail, engine.worker.spec.id);
-      });
+      const live = liveOf(engine, handle);
+      live.cachedTokens += cached_tokens;
+      this.#retire(engine, live);
+      this.#end(live, reason as TurnResult['reason'], detail, engine.worker.spec.id);
     }
-  }
-
-  #onHandle(engine: Engine, handle: number, deliver: (live: Live) => void): void {
-    const live = engine.byHandle.get(handle);
-    if (live) return deliver(live);
-    const waiting = engine.early.get(handle) ?? [];
-    engine.early.set(handle, waiting);
-    waiting.push(() => {
-      const known = engine.byHandle.get(handle);
-      if (known) deliver(known);
-    });
   }
 
   #append(live: Live, version: number, frames: Frames<'tokens'>, from: number, to: number): void {
@@ -319,7 +307,10 @@ export class Generator {
     const last = live.spans.at(-1);
     if (last?.version === version) last.to = live.ids.length;
     else if (to > from) live.spans.push({ version, from: start, to: live.ids.length });
-    invariant(live.ids.length <= live.request.sampling.max_tokens, `${live.ids.length} tokens of at most ${live.request.sampling.max_tokens}`);
+    invariant(
+      live.ids.length <= live.request.sampling.max_tokens,
+      `${live.ids.length} tokens of at most ${live.request.sampling.max_tokens}`,
+    );
   }
 
   #retire(engine: Engine, live: Live): void {
@@ -356,7 +347,6 @@ export class Generator {
   #requeue(live: Live): void {
     live.engine = null;
     live.handle = null;
-    live.moved = true;
     if (live.aborted) return this.#end(live, 'abort', 'its engine was lost', '');
     this.#queue.unshift(live); // it has waited longest
     this.#pump();
@@ -369,7 +359,11 @@ export class Generator {
     engine.sent.clear();
     engine.byHandle.clear();
     if (this.#closed) return;
-    this.#hooks.event('engine_lost', { engine: engine.worker.spec.id, reason: reason.message, requests: orphans.length });
+    this.#hooks.event('engine_lost', {
+      engine: engine.worker.spec.id,
+      reason: reason.message,
+      requests: orphans.length,
+    });
     for (const live of orphans.reverse()) this.#requeue(live);
     void this.#restart(engine, reason); // handles its own errors
   }
@@ -389,6 +383,13 @@ export class Generator {
     if (this.#closed || this.#engines.size > 0) return; // the run goes on with fewer engines
     this.#reject(new Error(`No engine is left after ${this.#restarts} restarts. Last cause: ${cause.message}`));
   }
+}
+
+/** The reply with a handle is always read before its first tokens (channel.ts), and nothing follows an ending. */
+function liveOf(engine: Engine, handle: number): Live {
+  const live = engine.byHandle.get(handle);
+  invariant(live, `${engine.worker.spec.id} sent tokens for handle ${handle}, which is not live`);
+  return live;
 }
 
 function keyOf(request: { rolloutId: string; attempt: number; turn: number }): string {

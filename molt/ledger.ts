@@ -13,7 +13,14 @@ const FLUSH_MS = 250;
 
 export type LedgerEvent =
   | { readonly kind: 'meta'; readonly options: Json; readonly dataHash: string; readonly resumedAt: number }
-  | { readonly kind: 'dispatched'; readonly groupId: string; readonly source: string; readonly epoch: number; readonly index: number; readonly version: number }
+  | {
+      readonly kind: 'dispatched';
+      readonly groupId: string;
+      readonly source: string;
+      readonly epoch: number;
+      readonly index: number;
+      readonly version: number;
+    }
   | {
       readonly kind: 'finished';
       readonly rolloutId: string;
@@ -27,7 +34,14 @@ export type LedgerEvent =
       readonly versions: readonly number[]; // oldest and newest that sampled it
     }
   | { readonly kind: 'dropped'; readonly groupId: string; readonly reason: DropReason }
-  | { readonly kind: 'batch'; readonly step: number; readonly version: number; readonly groups: readonly string[]; readonly denominator: number; readonly lr: number }
+  | {
+      readonly kind: 'batch';
+      readonly step: number;
+      readonly version: number;
+      readonly groups: readonly string[];
+      readonly denominator: number;
+      readonly lr: number;
+    }
   | { readonly kind: 'step'; readonly step: number }
   | { readonly kind: 'refit'; readonly version: number; readonly bytes: number; readonly verified: number | null }
   | { readonly kind: 'eval'; readonly step: number; readonly version: number; readonly reward: number | null }

@@ -102,7 +102,11 @@ export async function main(argv: readonly string[]): Promise<number> {
   const event = (name: string, detail: Record<string, string | number>) => {
     progress.clear();
     ledger.record({ kind: 'event', name, detail });
-    say(`${name}: ${Object.entries(detail).map(([key, value]) => `${key} ${value}`).join(', ')}`);
+    say(
+      `${name}: ${Object.entries(detail)
+        .map(([key, value]) => `${key} ${value}`)
+        .join(', ')}`,
+    );
   };
   const stopper = listenForSignals(launcher, runDir);
   const workers = openWorkers({ options: config.options, runDir, bus, launcher, event });
@@ -111,7 +115,9 @@ export async function main(argv: readonly string[]): Promise<number> {
     return stopper.signal ? EXIT_CODES[stopper.signal] : 0;
   } catch (error) {
     progress.clear();
-    console.error(`The run stopped: ${error instanceof Error ? (process.env.MOLT_DEBUG ? error.stack : error.message) : String(error)}`);
+    console.error(
+      `The run stopped: ${error instanceof Error ? (process.env.MOLT_DEBUG ? error.stack : error.message) : String(error)}`,
+    );
     console.error(`Continue it with: npx tsx molt/loop.ts ${argv[0]} --resume --run.dir ${runDir}`);
     return 1;
   } finally {
@@ -167,7 +173,9 @@ function openRunDir(config: Config): string {
 
 function newNumberedDir(recipe: string): string {
   mkdirSync('runs', { recursive: true });
-  const taken = readdirSync('runs').flatMap((name) => (name.startsWith(`${recipe}-`) ? [Number(name.slice(recipe.length + 1))] : []));
+  const taken = readdirSync('runs').flatMap((name) =>
+    name.startsWith(`${recipe}-`) ? [Number(name.slice(recipe.length + 1))] : [],
+  );
   for (let n = Math.max(0, ...taken.filter(Number.isInteger)) + 1; ; n++) {
     const dir = join('runs', `${recipe}-${String(n).padStart(3, '0')}`);
     try {
@@ -200,13 +208,30 @@ interface Prompts {
 /** Everything is read and checked before any process starts. Throws ConfigError. */
 async function loadAllPrompts(options: Options): Promise<Prompts> {
   const seed = options['train.seed'];
-  const shared = { seed, inputKey: options['data.input_key'], labelKey: options['data.label_key'], toolsKey: options['data.tools_key'] };
+  const shared = {
+    seed,
+    inputKey: options['data.input_key'],
+    labelKey: options['data.label_key'],
+    toolsKey: options['data.tools_key'],
+  };
   const shuffle = options['data.shuffle'];
-  const training = await loadPrompts({ ...shared, path: options['data.prompt_dataset'], split: 'train', maxSamples: options['data.max_samples'], shuffle });
+  const training = await loadPrompts({
+    ...shared,
+    path: options['data.prompt_dataset'],
+    split: 'train',
+    maxSamples: options['data.max_samples'],
+    shuffle,
+  });
   const stream = new PromptStream(training, { seed, shuffle });
   const example = promptsOf(training)[0] as Prompt; // loadPrompts refuses empty sources
   if (options['eval.dataset'] === '') return { stream, heldOut: [], example };
-  const heldOut = await loadPrompts({ ...shared, path: options['eval.dataset'], split: 'heldout', maxSamples: options['eval.max_samples'], shuffle: true });
+  const heldOut = await loadPrompts({
+    ...shared,
+    path: options['eval.dataset'],
+    split: 'heldout',
+    maxSamples: options['eval.max_samples'],
+    shuffle: true,
+  });
   const overlap = sharedInputs(heldOut, training);
   if (overlap > 0) console.warn(`Warning: ${overlap} of ${heldOut.items.length} held-out prompts are also trained on`);
   return { stream, heldOut: promptsOf(heldOut), example };
@@ -250,7 +275,12 @@ async function train(args: Train): Promise<void> {
     if (!from) say('No complete checkpoint: beginning again');
   }
   const metrics = new MetricsWriter(runDir, from?.state.step ?? 0);
-  ledger.record({ kind: 'meta', options: { ...options }, dataHash: stream.position.sha256, resumedAt: from?.state.step ?? 0 });
+  ledger.record({
+    kind: 'meta',
+    options: { ...options },
+    dataHash: stream.position.sha256,
+    resumedAt: from?.state.step ?? 0,
+  });
   refit.probes = await probeRows(workers.tokenizer, example, facts.vocabSize, options['data.max_len']);
   if (from) {
     await orFatal(trainer.restore(join(from.path, 'trainer')));
@@ -275,7 +305,12 @@ async function train(args: Train): Promise<void> {
     stop: [],
     stop_token_ids: facts.stopTokenIds,
   });
-  const buffer = new Buffer({ batch: batchSize, groupSize, minMembers: groupSize > 1 ? 2 : 1, maxStaleness: options['train.max_staleness'] });
+  const buffer = new Buffer({
+    batch: batchSize,
+    groupSize,
+    minMembers: groupSize > 1 ? 2 : 1,
+    maxStaleness: options['train.max_staleness'],
+  });
   const failures = new FailureWindow(options['rollout.max_failure_rate']);
   const drops = new Map<string, number>();
   let wake: () => void = () => {};
@@ -286,7 +321,14 @@ async function train(args: Train): Promise<void> {
       const prompt = stream.next();
       const groupId = `g${dispatched++}`;
       buffer.admit(groupId, prompt);
-      ledger.record({ kind: 'dispatched', groupId, source: prompt.source, epoch: prompt.epoch, index: prompt.index, version: refit.version });
+      ledger.record({
+        kind: 'dispatched',
+        groupId,
+        source: prompt.source,
+        epoch: prompt.epoch,
+        index: prompt.index,
+        version: refit.version,
+      });
       for (let index = 0; index < groupSize; index++) {
         const rolloutSeed = seedOf(seed, 'train', groupId, index);
         const job: Job = {
@@ -369,7 +411,9 @@ async function train(args: Train): Promise<void> {
     ledger.record({ kind: 'eval', step, version: refit.version, reward: sampled.rewardMean });
     const parts = [`sampled ${sampled.rewardMean.toFixed(3)}`];
     if (greedy) parts.push(`greedy ${greedy.rewardMean.toFixed(3)}`);
-    say(`Held-out at step ${step}: ${parts.join(', ')} (${sampled.prompts} prompts; best constant answer ${constant.toFixed(3)})`);
+    say(
+      `Held-out at step ${step}: ${parts.join(', ')} (${sampled.prompts} prompts; best constant answer ${constant.toFixed(3)})`,
+    );
   };
   const checkpoint = async () => {
     const path = await orFatal(
@@ -428,7 +472,10 @@ async function train(args: Train): Promise<void> {
 
     // Train
     progress.show(`step ${step + 1}: training`, 1);
-    const plan = planBatch(samples.map((sample) => sample.trajectory.ids.length), planOptions);
+    const plan = planBatch(
+      samples.map((sample) => sample.trajectory.ids.length),
+      planOptions,
+    );
     const trainStart = performance.now();
     // With several optimizer steps on one batch the ratio is taken to where the first one began.
     const old = epochs > 1 ? await orFatal(trainer.oldLogprobs(samples, plan)) : null;
@@ -480,7 +527,8 @@ async function train(args: Train): Promise<void> {
     checkHealth(health, line, MISMATCH_BOUND[workers.dtype], options['rollout.mismatch_stop'] === 'on');
 
     if (options['ckpt.save_steps'] > 0 && step % options['ckpt.save_steps'] === 0) await checkpoint();
-    if (options['eval.steps'] > 0 && step % options['eval.steps'] === 0 && step < numSteps && !stopper.signal) await evaluateNow(false);
+    if (options['eval.steps'] > 0 && step % options['eval.steps'] === 0 && step < numSteps && !stopper.signal)
+      await evaluateNow(false);
   }
 
   // The end
@@ -547,7 +595,8 @@ function stepMetrics({ sums, maxima }: StepResult, tokens: number): Record<strin
 }
 
 function withMismatchOf(first: StepResult, last: StepResult): StepResult {
-  const only = (values: StepResult['sums']) => Object.fromEntries(Object.entries(values).filter(([key]) => key.startsWith('mismatch')));
+  const only = (values: StepResult['sums']) =>
+    Object.fromEntries(Object.entries(values).filter(([key]) => key.startsWith('mismatch')));
   return { sums: { ...last.sums, ...only(first.sums) }, maxima: { ...last.maxima, ...only(first.maxima) } };
 }
 
@@ -561,7 +610,9 @@ function generatorMetrics(generator: Generator, stepSeconds: number): Record<str
 }
 
 function recordRollout(ledger: Ledger, rollout: Rollout): void {
-  const versions = rollout.trajectories.flatMap((t) => t.spans.filter((s) => s.source === 'policy').map((s) => s.version));
+  const versions = rollout.trajectories.flatMap((t) =>
+    t.spans.filter((s) => s.source === 'policy').map((s) => s.version),
+  );
   ledger.record({
     kind: 'finished',
     rolloutId: rollout.rolloutId,
@@ -602,21 +653,38 @@ class FailureWindow {
   }
 }
 
-function checkHealth(health: { mismatched: number; skipped: number }, line: Readonly<Record<string, number>>, bound: number, stop: boolean): void {
+function checkHealth(
+  health: { mismatched: number; skipped: number },
+  line: Readonly<Record<string, number>>,
+  bound: number,
+  stop: boolean,
+): void {
   const mismatch = line.logprob_mismatch_mean ?? 0;
   health.mismatched = mismatch <= bound ? 0 : health.mismatched + 1; // NaN counts as above
   if (stop && health.mismatched >= MISMATCH_STEPS) {
-    throw new Error(`Engine and trainer disagree: mean |dlogp| ${mismatch.toExponential(1)} is above ${bound} on ${MISMATCH_STEPS} steps running (--rollout.mismatch_stop off goes on)`);
+    throw new Error(
+      `Engine and trainer disagree: mean |dlogp| ${mismatch.toExponential(1)} is above ${bound} on ${MISMATCH_STEPS} steps running (--rollout.mismatch_stop off goes on)`,
+    );
   }
   health.skipped = line.skipped ? health.skipped + 1 : 0;
-  if (health.skipped >= SKIPPED_STEPS) throw new Error(`Loss or gradient was not finite on ${SKIPPED_STEPS} steps running`);
+  if (health.skipped >= SKIPPED_STEPS)
+    throw new Error(`Loss or gradient was not finite on ${SKIPPED_STEPS} steps running`);
 }
 
-async function checkParity(refit: Refit, dtype: keyof typeof MISMATCH_BOUND, stop: boolean, say: (line: string) => void): Promise<void> {
+async function checkParity(
+  refit: Refit,
+  dtype: keyof typeof MISMATCH_BOUND,
+  stop: boolean,
+  say: (line: string) => void,
+): Promise<void> {
   const { mean, max } = await refit.parity();
-  say(`Parity of engine and trainer at version ${refit.version}: mean |dlogp| ${mean.toExponential(1)}, max ${max.toExponential(1)}`);
+  say(
+    `Parity of engine and trainer at version ${refit.version}: mean |dlogp| ${mean.toExponential(1)}, max ${max.toExponential(1)}`,
+  );
   if (stop && !(mean <= MISMATCH_BOUND[dtype])) {
-    throw new Error(`Engine and trainer do not agree on the model: mean |dlogp| ${mean}, at most ${MISMATCH_BOUND[dtype]} in ${dtype} (--rollout.mismatch_stop off goes on)`);
+    throw new Error(
+      `Engine and trainer do not agree on the model: mean |dlogp| ${mean}, at most ${MISMATCH_BOUND[dtype]} in ${dtype} (--rollout.mismatch_stop off goes on)`,
+    );
   }
 }
 

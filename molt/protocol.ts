@@ -388,7 +388,7 @@ export type ReplyFrames<K extends Kind> = FramesOf<ReplyPart<K>['frames']>;
 export type RequestKind = { [K in Kind]: (typeof MESSAGES)[K] extends { readonly reply: Part } ? K : never }[Kind];
 export type EventKind = Exclude<Kind, RequestKind>;
 
-/** Types of an `error` reply. Only `failed` of pure kinds and `overloaded` are tried again, and only by bus.ts. */
+/** Types of an `error` reply. Only channel.ts tries again: `failed` of pure kinds, and `overloaded`. */
 export const ERROR_TYPES = [
   'bad_request',
   'unsupported',

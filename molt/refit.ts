@@ -54,7 +54,13 @@ export class Refit {
   #onJoin: ((verified: boolean) => void) | null = null; // a refit without a live engine waits for a new one
 
   /** `tolerance`: largest |dlogp| between an engine and the trainer, 1e-4 in fp32, 0.5 in bf16. */
-  constructor(args: { generator: Generator; trainer: Trainer; runDir: string; verifyEvery: number; tolerance: number }) {
+  constructor(args: {
+    generator: Generator;
+    trainer: Trainer;
+    runDir: string;
+    verifyEvery: number;
+    tolerance: number;
+  }) {
     this.#generator = args.generator;
     this.#trainer = args.trainer;
     this.#dir = join(args.runDir, 'weights');
@@ -191,7 +197,12 @@ export class Refit {
     await engine.peer.request('pause', { epoch: staged.version, mode: 'keep', clear_cache: true }, undefined, deadline);
     const { fields } = await engine.peer.request(
       'load_weights',
-      { version: staged.version, source: { transport: 'file', path: staged.path }, tensors: staged.tensors, last: true },
+      {
+        version: staged.version,
+        source: { transport: 'file', path: staged.path },
+        tensors: staged.tensors,
+        last: true,
+      },
       undefined,
       deadline,
     );
@@ -199,9 +210,13 @@ export class Refit {
     const { expected } = staged;
     if (!expected) return null;
     const score = await engine.peer.request('score', {}, flatRows(this.#probes), deadline);
-    invariant(score.fields.version === staged.version, `scored by version ${score.fields.version}, expected ${staged.version}`);
+    invariant(
+      score.fields.version === staged.version,
+      `scored by version ${score.fields.version}, expected ${staged.version}`,
+    );
     let max = 0;
-    for (const [k, value] of score.frames.logprobs.entries()) max = Math.max(max, Math.abs(value - (expected[k] as number)));
+    for (const [k, value] of score.frames.logprobs.entries())
+      max = Math.max(max, Math.abs(value - (expected[k] as number)));
     if (!(max <= this.#tolerance)) {
       throw new Error(
         `Cannot refit ${engine.worker.spec.id} to version ${staged.version}: its logprobs differ from the trainer's by ${max.toExponential(1)}, at most ${this.#tolerance} is allowed`,

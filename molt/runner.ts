@@ -171,11 +171,26 @@ function rolloutMessage(job: Fields<'start'>, outcome: Outcome): [Fields<'rollou
     },
     {
       lengths: Int32Array.from(trajectories, (t) => t.ids.length),
-      ids: concat(Int32Array, trajectories.map((t) => t.ids)),
-      loss_mask: concat(Uint8Array, trajectories.map((t) => t.lossMask)),
-      logprobs: concat(Float32Array, trajectories.map((t) => t.logprobs)),
-      versions: concat(Int32Array, trajectories.map((t) => t.versions)),
-      turns_of: concat(Int32Array, trajectories.map((t) => t.turns)),
+      ids: concat(
+        Int32Array,
+        trajectories.map((t) => t.ids),
+      ),
+      loss_mask: concat(
+        Uint8Array,
+        trajectories.map((t) => t.lossMask),
+      ),
+      logprobs: concat(
+        Float32Array,
+        trajectories.map((t) => t.logprobs),
+      ),
+      versions: concat(
+        Int32Array,
+        trajectories.map((t) => t.versions),
+      ),
+      turns_of: concat(
+        Int32Array,
+        trajectories.map((t) => t.turns),
+      ),
     },
   ];
 }
@@ -241,7 +256,10 @@ class TokenizerClient {
     this.#render = new Batcher(async (items) => idsOf(await link.request('render', { items })));
     this.#suffix = new Batcher(async (items) => idsOf(await link.request('suffix', { items })));
     this.#parse = new Batcher(async (items) => {
-      const ids = concat(Int32Array, items.map((item) => item.ids));
+      const ids = concat(
+        Int32Array,
+        items.map((item) => item.ids),
+      );
       const lengths = Int32Array.from(items, (item) => item.ids.length);
       const answer = await link.request('parse', { tools: items.map((item) => item.tools) }, { ids, lengths });
       return answer.fields.items.map((item) => ({
@@ -256,11 +274,21 @@ class TokenizerClient {
 
   async render(messages: readonly Message[], tools: readonly Json[] | null): Promise<Int32Array> {
     return checked(
-      await this.#render.call({ messages: plain(messages), tools, template_kwargs: this.#kwargs, add_generation_prompt: true }),
+      await this.#render.call({
+        messages: plain(messages),
+        tools,
+        template_kwargs: this.#kwargs,
+        add_generation_prompt: true,
+      }),
     );
   }
 
-  async suffix(stub: Message, added: readonly Message[], tools: readonly Json[] | null, lastIds: readonly number[]): Promise<Int32Array> {
+  async suffix(
+    stub: Message,
+    added: readonly Message[],
+    tools: readonly Json[] | null,
+    lastIds: readonly number[],
+  ): Promise<Int32Array> {
     return checked(
       await this.#suffix.call({
         stub: plain(stub),
@@ -282,7 +310,10 @@ function plain(value: unknown): Json {
   return JSON.parse(JSON.stringify(value)) as Json;
 }
 
-function idsOf(answer: { fields: { errors: readonly (string | null)[] }; frames: { ids: Int32Array; lengths: Int32Array } }): Ids[] {
+function idsOf(answer: {
+  fields: { errors: readonly (string | null)[] };
+  frames: { ids: Int32Array; lengths: Int32Array };
+}): Ids[] {
   let at = 0;
   return answer.fields.errors.map((error, i) => {
     const length = answer.frames.lengths[i] ?? 0;

@@ -52,7 +52,10 @@ export class Session {
 
   /** Record a sampled turn. Throws when the engine's arrays do not agree with each other. */
   commit(parent: TurnNode | null, context: Int32Array, sampled: SampledTurn): TurnNode {
-    invariant(sampled.ids.length === sampled.logprobs.length, `${sampled.ids.length} ids but ${sampled.logprobs.length} logprobs`);
+    invariant(
+      sampled.ids.length === sampled.logprobs.length,
+      `${sampled.ids.length} ids but ${sampled.logprobs.length} logprobs`,
+    );
     let at = 0;
     for (const span of sampled.spans) {
       invariant(span.from === at && span.to > span.from, `span ${span.from}..${span.to} does not follow ${at}`);

@@ -90,7 +90,10 @@ export class Trainer {
     old: readonly Float32Array[] | null;
   }): Promise<StepResult> {
     const { step, version, samples, plan, denominator, lr, old } = args;
-    invariant(plan.ranks.length === this.#ranks.length, `plan for ${plan.ranks.length} ranks, there are ${this.#ranks.length}`);
+    invariant(
+      plan.ranks.length === this.#ranks.length,
+      `plan for ${plan.ranks.length} ranks, there are ${this.#ranks.length}`,
+    );
     const [low, high] = this.#loss.clipLowHigh;
     const [isLow, isHigh] = this.#loss.isThreshold;
     const replies = await this.#timed(
@@ -107,7 +110,14 @@ export class Trainer {
           denominators: { tokens: denominator },
           lr,
           temperature: this.#temperature,
-          loss: { clip_low: low, clip_high: high, is_level: this.#loss.isLevel, is_mode: this.#loss.isMode, is_low: isLow, is_high: isHigh },
+          loss: {
+            clip_low: low,
+            clip_high: high,
+            is_level: this.#loss.isLevel,
+            is_mode: this.#loss.isMode,
+            is_low: isLow,
+            is_high: isHigh,
+          },
         });
         return (await Promise.all([run, ...sent]))[0].fields;
       }),
@@ -122,7 +132,11 @@ export class Trainer {
       this.#ranks.map(async (rank, r) => {
         const mine = plan.ranks[r]?.samples ?? [];
         const rows = mine.map((i) => (samples[i] as Sample).trajectory.ids);
-        const { frames } = await rank.peer.request('logprobs', { which: 'policy', temperature: this.#temperature }, flatRows(rows));
+        const { frames } = await rank.peer.request(
+          'logprobs',
+          { which: 'policy', temperature: this.#temperature },
+          flatRows(rows),
+        );
         let at = 0;
         for (const [k, row] of rows.entries()) {
           out[mine[k] as number] = frames.logprobs.slice(at, at + row.length);
@@ -137,13 +151,17 @@ export class Trainer {
   async logprobs(rows: readonly Int32Array[], temperature: number): Promise<Float32Array> {
     const frames = flatRows(rows);
     // Every rank does the same forward, since a sharded model computes together.
-    const replies = await this.#timed(this.#ranks.map((rank) => rank.peer.request('logprobs', { which: 'policy', temperature }, frames)));
+    const replies = await this.#timed(
+      this.#ranks.map((rank) => rank.peer.request('logprobs', { which: 'policy', temperature }, frames)),
+    );
     return (replies[0] as { frames: { logprobs: Float32Array } }).frames.logprobs;
   }
 
   /** Write hub-named weights to `path`. */
   async pushWeights(version: number, path: string): Promise<{ tensors: TensorTable; bytes: number }> {
-    const replies = await this.#timed(this.#ranks.map((rank) => rank.peer.request('push_weights', { version, transport: 'file', path })));
+    const replies = await this.#timed(
+      this.#ranks.map((rank) => rank.peer.request('push_weights', { version, transport: 'file', path })),
+    );
     const first = replies[0]?.fields;
     invariant(first && first.tensors.length > 0, 'the trainer pushed no tensors');
     return first;
@@ -202,7 +220,11 @@ export function flatRows(rows: readonly Int32Array[]): { ids: Int32Array; length
 }
 
 /** The `rows` messages of one rank: at least one, each of at most PART_TOKENS tokens or one row. */
-function rowParts(mine: readonly number[], samples: readonly Sample[], old: readonly Float32Array[] | null): Frames<'rows'>[] {
+function rowParts(
+  mine: readonly number[],
+  samples: readonly Sample[],
+  old: readonly Float32Array[] | null,
+): Frames<'rows'>[] {
   const parts: number[][] = [[]];
   let tokens = 0;
   for (const i of mine) {
@@ -225,7 +247,8 @@ function merge(replies: readonly ReplyFields<'run'>[]): StepResult {
   const maxima: Record<string, number> = {};
   for (const reply of replies) {
     for (const [key, value] of Object.entries(reply.sums)) sums[key] = (sums[key] ?? 0) + value;
-    for (const [key, value] of Object.entries(reply.maxima)) maxima[key] = Math.max(maxima[key] ?? Number.NEGATIVE_INFINITY, value);
+    for (const [key, value] of Object.entries(reply.maxima))
+      maxima[key] = Math.max(maxima[key] ?? Number.NEGATIVE_INFINITY, value);
   }
   return { sums, maxima };
 }
@@ -247,4 +270,3 @@ export function learningRate(args: {
   const shape = schedule === 'linear' ? 1 - progress : (1 + Math.cos(Math.PI * progress)) / 2;
   return lr * (minRatio + (1 - minRatio) * shape);
 }
-

@@ -86,7 +86,13 @@ export type EndReason = (typeof END_REASONS)[number];
 export const SCORED_REASONS: ReadonlySet<EndReason> = new Set(['done', 'length', 'turns', 'context']);
 
 /** Why something that was dispatched is not trained. */
-export type DropReason = EndReason | 'stale' | 'filtered' | 'incomplete_group' | 'other_distribution' | 'invalid_trajectory';
+export type DropReason =
+  | EndReason
+  | 'stale'
+  | 'filtered'
+  | 'incomplete_group'
+  | 'other_distribution'
+  | 'invalid_trajectory';
 
 /** One attempt of the agent at one prompt, ended. */
 export interface Rollout {

@@ -56,7 +56,10 @@ export function openWorkers(args: {
   const tokenizer = launcher.start(specs.tokenizer());
   const rankSpecs = Array.from({ length: options['trainer.num_ranks'] }, (_, rank) => specs.rank(rank));
   // Simulated ranks share their all-reduce, so they live in one process.
-  const ranks = options['trainer.kind'] === 'simulated' ? launcher.startMany(rankSpecs) : rankSpecs.map((spec) => launcher.start(spec));
+  const ranks =
+    options['trainer.kind'] === 'simulated'
+      ? launcher.startMany(rankSpecs)
+      : rankSpecs.map((spec) => launcher.start(spec));
   const trainer = new Trainer({
     ranks,
     launcher,
@@ -76,8 +79,15 @@ export function openWorkers(args: {
     maxRestarts: options['engine.max_restarts'],
     hooks: { join: (engine) => refit.join(engine), event },
   });
-  const dtype = options['engine.dtype'] === 'float32' && options['fsdp.param_dtype'] === 'float32' ? 'float32' : 'bfloat16';
-  const refit = new Refit({ generator, trainer, runDir, verifyEvery: options['refit.verify_every'], tolerance: LAYOUT_BOUND[dtype] });
+  const dtype =
+    options['engine.dtype'] === 'float32' && options['fsdp.param_dtype'] === 'float32' ? 'float32' : 'bfloat16';
+  const refit = new Refit({
+    generator,
+    trainer,
+    runDir,
+    verifyEvery: options['refit.verify_every'],
+    tolerance: LAYOUT_BOUND[dtype],
+  });
   const dispatch = new Dispatch({
     launcher,
     spec: specs.runner,
@@ -104,11 +114,21 @@ export function openWorkers(args: {
   const all = Promise.all([
     timed('tokenizer', tokenizer.peer.ready),
     timed('trainer', trainer.ready()),
-    timed('engines', Promise.all(Array.from({ length: options['engine.num_engines'] }, (_, i) => generator.startEngine(i)))),
-    timed('runners', Promise.all(Array.from({ length: options['rollout.num_runners'] }, (_, i) => dispatch.startRunner(i)))),
+    timed(
+      'engines',
+      Promise.all(Array.from({ length: options['engine.num_engines'] }, (_, i) => generator.startEngine(i))),
+    ),
+    timed(
+      'runners',
+      Promise.all(Array.from({ length: options['rollout.num_runners'] }, (_, i) => dispatch.startRunner(i))),
+    ),
   ]);
   const ready = orFatal(all).then(async (): Promise<Facts> => {
-    const template = (await tokenizer.peer.ready) as { stop_token_ids: readonly number[]; suffix_exact: boolean; suffix_note: string };
+    const template = (await tokenizer.peer.ready) as {
+      stop_token_ids: readonly number[];
+      suffix_exact: boolean;
+      suffix_note: string;
+    };
     const { vocab_size } = (await (ranks[0] as Worker).peer.ready) as { vocab_size: number };
     return {
       stopTokenIds: template.stop_token_ids,
@@ -134,7 +154,12 @@ function workerSpecs(options: Options, runDir: string) {
   const python = (file: string) => pythonCommand(file, options['launch.python'] || undefined);
   const simulated = () => nodeCommand('workers/simulated.ts');
   const rendezvous = `file://${join(runDir, `rendezvous-${process.pid}`)}`;
-  const spec = (kind: WorkerSpec['kind'], index: number, command: readonly string[], more: Record<string, Json>): WorkerSpec => ({
+  const spec = (
+    kind: WorkerSpec['kind'],
+    index: number,
+    command: readonly string[],
+    more: Record<string, Json>,
+  ): WorkerSpec => ({
     id: `${kind}-${index}`,
     kind,
     command,
@@ -142,7 +167,9 @@ function workerSpecs(options: Options, runDir: string) {
   });
   return {
     tokenizer: () =>
-      spec('tokenizer', 0, options['tokenizer.kind'] === 'simulated' ? simulated() : python('tokenizer.py'), { model_path: model }),
+      spec('tokenizer', 0, options['tokenizer.kind'] === 'simulated' ? simulated() : python('tokenizer.py'), {
+        model_path: model,
+      }),
     engine: (index: number) =>
       spec('engine', index, options['engine.kind'] === 'simulated' ? simulated() : python('engine_torch.py'), {
         model_path: model,

@@ -8,7 +8,6 @@ import type { Json, Rollout } from '../molt/types.ts';
 import { IM_END } from '../workers/simulated_model.ts';
 import { Cell, engineOptions, simulated } from './contract.ts';
 
-
 const LIMIT_MS = 60_000;
 
 let cell: Cell;
@@ -20,11 +19,21 @@ beforeAll(async () => {
   cell = await Cell.open();
   const [model] = await simulated.makeModels(cell.dir);
   const simulatedCommand = nodeCommand('workers/simulated.ts');
-  const tokenizer = await cell.start({ id: 'tokenizer-0', kind: 'tokenizer', command: simulatedCommand, options: { model_path: model } });
+  const tokenizer = await cell.start({
+    id: 'tokenizer-0',
+    kind: 'tokenizer',
+    command: simulatedCommand,
+    options: { model_path: model },
+  });
   const event = (name: string) => events.push(name);
   generator = new Generator({
     launcher: cell.launcher,
-    spec: (index) => ({ id: `engine-${index}`, kind: 'engine', command: simulatedCommand, options: engineOptions(simulated, model) }),
+    spec: (index) => ({
+      id: `engine-${index}`,
+      kind: 'engine',
+      command: simulatedCommand,
+      options: engineOptions(simulated, model),
+    }),
     maxRequests: 64,
     maxRestarts: 1,
     hooks: { join: async () => {}, event },
@@ -59,7 +68,15 @@ function run(label: Json, over: Partial<Job['limits']> = {}, maxTokens = 8): Pro
     index: 0,
     prompt: { source: 'test', epoch: 0, index: 0, input: 'hello', label, tools: null },
     seed: count,
-    sampling: { temperature: 1, top_p: 1, top_k: 0, max_tokens: maxTokens, seed: count, stop: [], stop_token_ids: [IM_END] },
+    sampling: {
+      temperature: 1,
+      top_p: 1,
+      top_k: 0,
+      max_tokens: maxTokens,
+      seed: count,
+      stop: [],
+      stop_token_ids: [IM_END],
+    },
     limits: { maxTurns: 4, maxTokens: 400, deadlineMs: 30_000, ...over },
   });
 }
@@ -108,7 +125,12 @@ describe('a rollout', () => {
   });
 
   test('that is never done ends at the turn limit, judged and truncated', async () => {
-    expect(await run('never done', { maxTurns: 3 })).toMatchObject({ reason: 'turns', turns: 3, reward: 0, truncated: true });
+    expect(await run('never done', { maxTurns: 3 })).toMatchObject({
+      reason: 'turns',
+      turns: 3,
+      reward: 0,
+      truncated: true,
+    });
   });
 
   test('without room for another turn ends "context"; its trajectory stays within the limit', async () => {
@@ -137,7 +159,9 @@ describe('a rollout', () => {
 test(
   'hundreds of rollouts run in one runner, failures among them touch no other',
   async () => {
-    const labels = Array.from({ length: 300 }, (_, i) => (i % 10 === 0 ? 'step throws' : i % 10 === 1 ? 'nan reward' : 'three turns'));
+    const labels = Array.from({ length: 300 }, (_, i) =>
+      i % 10 === 0 ? 'step throws' : i % 10 === 1 ? 'nan reward' : 'three turns',
+    );
     const rollouts = await Promise.all(labels.map((label) => run(label)));
     for (const [i, rollout] of rollouts.entries()) expect(rollout.reward).toBe(labels[i] === 'three turns' ? 1 : null);
   },
@@ -147,7 +171,10 @@ test(
 test(
   'a rollout that keeps killing its runner ends runner_lost; the others are tried again',
   async () => {
-    const [bad, ...good] = await Promise.all([run('crashes runner'), ...Array.from({ length: 8 }, () => run('three turns'))]);
+    const [bad, ...good] = await Promise.all([
+      run('crashes runner'),
+      ...Array.from({ length: 8 }, () => run('three turns')),
+    ]);
     expect(bad).toMatchObject({ reason: 'runner_lost', reward: null });
     // An innocent may share all three attempts with the culprit; what matters is that all end.
     for (const rollout of good) expect(['done', 'length', 'runner_lost']).toContain(rollout.reason);
@@ -158,7 +185,9 @@ test(
 
 describe('loadAgent', () => {
   test('names the file and what is missing', async () => {
-    await expect(loadAgent('test/fixtures/no_such_agent.ts')).rejects.toThrow('Cannot load agent test/fixtures/no_such_agent.ts');
+    await expect(loadAgent('test/fixtures/no_such_agent.ts')).rejects.toThrow(
+      'Cannot load agent test/fixtures/no_such_agent.ts',
+    );
     await expect(loadAgent('test/fixtures/prompts_half_throw.ts')).rejects.toThrow('must export `agent`');
   });
 });

@@ -169,6 +169,11 @@ describe('handshake', () => {
     expect((await raw.next()).fields.incarnation).toBe(1);
   });
 
+  test('options that cannot travel are an error of the caller', async () => {
+    const bus = await listen();
+    expect(() => bus.expect('engine-0', SECRET, { lr: Number.NaN })).toThrow('Field welcome.options.lr must be JSON');
+  });
+
   test('only loopback is served', async () => {
     for (const endpoint of [
       'tcp://0.0.0.0:*',

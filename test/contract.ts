@@ -104,6 +104,9 @@ export const torch: Kind = {
   startMs: 120_000,
 };
 
+/** By name, for describe.each. */
+export const KINDS: readonly (readonly [string, Kind])[] = [simulated, torch].map((kind) => [kind.name, kind]);
+
 /** A temporary directory, a bus and its workers. `close` ends them all. */
 export class Cell {
   readonly dir = mkdtempSync(join(tmpdir(), 'molt-contract-'));

@@ -23,7 +23,9 @@ class Run {
 
   constructor(args: readonly string[], env: Record<string, string> = {}) {
     // Not through `npx tsx`: a signal must reach the controller alone.
-    this.child = spawn(process.execPath, ['--import', 'tsx', 'molt/loop.ts', ...args], { env: { ...process.env, ...env } });
+    this.child = spawn(process.execPath, ['--import', 'tsx', 'molt/loop.ts', ...args], {
+      env: { ...process.env, ...env },
+    });
     for (const stream of [this.child.stdout, this.child.stderr]) {
       stream?.on('data', (data: Buffer) => {
         this.out += data.toString();
@@ -58,7 +60,10 @@ function metrics(name: string): { steps: Line[]; evals: Line[] } {
     .trim()
     .split('\n')
     .map((line) => JSON.parse(line) as Line);
-  return { steps: lines.filter((l) => l.eval_reward_mean === undefined), evals: lines.filter((l) => l.eval_reward_mean !== undefined) };
+  return {
+    steps: lines.filter((l) => l.eval_reward_mean === undefined),
+    evals: lines.filter((l) => l.eval_reward_mean !== undefined),
+  };
 }
 function ledger(name: string): Record<string, unknown>[] {
   return readFileSync(join(dir, name, 'ledger', 'events.jsonl'), 'utf8')
@@ -68,7 +73,9 @@ function ledger(name: string): Record<string, unknown>[] {
 }
 /** What a step computed, without how long it took, what caches held and what was probed. */
 function numbers(line: Line): Record<string, number | null> {
-  return Object.fromEntries(Object.entries(line).filter(([key]) => !/^time_|idle|lag|^cached|^refit_verified|^restarts|^retries/.test(key)));
+  return Object.fromEntries(
+    Object.entries(line).filter(([key]) => !/^time_|idle|lag|^cached|^refit_verified|^restarts|^retries/.test(key)),
+  );
 }
 /** Processes whose command line names the run's bus. */
 function descendants(root: number): number[] {
@@ -165,7 +172,16 @@ describe('a run', () => {
   test(
     'takes several optimizer steps on a batch, with the ratio to where the first began',
     async () => {
-      const it = run('epochs', '--train.max_epochs', '3', '--actor.eps_clip_low_high', '0.01', '0.01', '--train.num_steps', '2');
+      const it = run(
+        'epochs',
+        '--train.max_epochs',
+        '3',
+        '--actor.eps_clip_low_high',
+        '0.01',
+        '0.01',
+        '--train.num_steps',
+        '2',
+      );
       expect(await it.exit, it.out).toBe(0);
       const { steps } = metrics('epochs');
       expect(steps[0]?.clip_ratio).toBeGreaterThan(0);
@@ -194,7 +210,10 @@ describe('stopping and resuming', () => {
       expect(await resumed.exit, resumed.out).toBe(0);
       expect(resumed.out).toContain('Resumed at step 3, policy version 3');
       expect(metrics('killed').steps.map(numbers)).toEqual(metrics('whole').steps.map(numbers));
-      const late = readFileSync(join(dir, 'killed', 'metrics.1.jsonl'), 'utf8').trim().split('\n').map((l) => JSON.parse(l) as Line);
+      const late = readFileSync(join(dir, 'killed', 'metrics.1.jsonl'), 'utf8')
+        .trim()
+        .split('\n')
+        .map((l) => JSON.parse(l) as Line);
       expect(late.map((l) => l.step)).toEqual([4, 5]);
     },
     LIMIT_MS,
@@ -274,7 +293,15 @@ describe('failures', () => {
   test(
     'members that fail are left out and counted, the rest of their group is trained',
     async () => {
-      const it = run('half', '--data.prompt_dataset', failing('half_throw'), '--eval.dataset', 'none', '--train.num_steps', '2');
+      const it = run(
+        'half',
+        '--data.prompt_dataset',
+        failing('half_throw'),
+        '--eval.dataset',
+        'none',
+        '--train.num_steps',
+        '2',
+      );
       expect(await it.exit, it.out).toBe(0);
       expect(metrics('half').steps.map((l) => [l.rollouts, l.dropped_agent_error])).toEqual([
         [8, 8],
@@ -305,9 +332,22 @@ describe('failures', () => {
   test(
     'a runner that dies is replaced and its rollouts are tried again',
     async () => {
-      const it = new Run([RECIPE, '--run.dir', join(dir, 'runner'), '--data.prompt_dataset', failing('runner_once'), '--eval.dataset', 'none', '--train.num_steps', '2'], {
-        MOLT_TEST_MARKER: join(dir, 'marker'),
-      });
+      const it = new Run(
+        [
+          RECIPE,
+          '--run.dir',
+          join(dir, 'runner'),
+          '--data.prompt_dataset',
+          failing('runner_once'),
+          '--eval.dataset',
+          'none',
+          '--train.num_steps',
+          '2',
+        ],
+        {
+          MOLT_TEST_MARKER: join(dir, 'marker'),
+        },
+      );
       expect(await it.exit, it.out).toBe(0);
       expect(it.out).toContain('runner_lost');
       const finished = ledger('runner').filter((e) => e.kind === 'finished');

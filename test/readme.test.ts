@@ -9,7 +9,9 @@ test('the tables of options and metrics are those of the code (npx tsx scripts/r
 });
 
 test('the file tree names every module and no other', () => {
-  const named = new Set(Array.from(readme.matchAll(/^\| `((?:molt|workers|scripts)\/[^`]+)`/gm), (match) => match[1] ?? ''));
+  const named = new Set(
+    Array.from(readme.matchAll(/^\| `((?:molt|workers|scripts)\/[^`]+)`/gm), (match) => match[1] ?? ''),
+  );
   const present = ['molt', 'workers', 'scripts'].flatMap((dir) =>
     readdirSync(dir)
       .filter((name) => /\.(ts|py|sh)$/.test(name))

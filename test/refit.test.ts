@@ -62,11 +62,26 @@ describe.each([simulated, torch])('refit with $name workers', (kind: Kind) => {
       maxRestarts: 2,
       hooks: { join: (engine: Engine) => refit.join(engine), event: (event) => events.push(event) },
     });
-    const refit: Refit = new Refit({ generator, trainer, runDir: join(cell.dir, name), verifyEvery: 10, tolerance: 1e-4 });
+    const refit: Refit = new Refit({
+      generator,
+      trainer,
+      runDir: join(cell.dir, name),
+      verifyEvery: 10,
+      tolerance: 1e-4,
+    });
     refit.probes = [Int32Array.from([5, 9, 40, 3, 77, 12]), Int32Array.from([1, 2, 3])];
     await Promise.all(Array.from({ length: numEngines }, (_, i) => generator.startEngine(i)));
     let step = 0;
-    const train = () => trainer.step({ step: ++step, version: refit.version, samples: [SAMPLE], plan: PLAN, denominator: 3, lr: 0.05, old: null });
+    const train = () =>
+      trainer.step({
+        step: ++step,
+        version: refit.version,
+        samples: [SAMPLE],
+        plan: PLAN,
+        denominator: 3,
+        lr: 0.05,
+        old: null,
+      });
     const close = async () => {
       generator.close();
       trainer.close();

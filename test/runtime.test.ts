@@ -87,6 +87,16 @@ describe('a Python worker', () => {
     expect(order).toEqual(texts);
   });
 
+  test('with a loop of its own collects requests and answers them in any order', async () => {
+    const worker = start({ in_reverse: 3 });
+    await worker.peer.ready;
+    const order: string[] = [];
+    await Promise.all(['a', 'b', 'c'].map((text) => say(worker, text).then((back) => order.push(back))));
+    expect(order).toEqual(['c', 'b', 'a']);
+    await launcher.stop(worker);
+    expect(await worker.exited).toEqual({ code: 0, signal: null });
+  });
+
   test('answers ping, stats and stacks while its work thread is busy', async () => {
     const worker = await ready();
     const stop = new AbortController();

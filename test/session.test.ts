@@ -1,5 +1,5 @@
 import { describe, expect, test } from 'vitest';
-import { Session, type SampledTurn } from '../molt/session.ts';
+import { type SampledTurn, Session } from '../molt/session.ts';
 
 const ids = (...values: number[]) => Int32Array.from(values);
 const sampled = (values: number[], logprobs: number[], version = 0): SampledTurn => ({
@@ -88,7 +88,11 @@ describe('commit', () => {
   test('refuses spans that leave a gap or do not cover the ids', () => {
     const session = new Session();
     const turn = { ids: ids(5, 6), logprobs: Float32Array.from([-1, -1]) };
-    expect(() => session.commit(null, ids(1), { ...turn, spans: [{ version: 0, from: 1, to: 2 }] })).toThrow('does not follow 0');
-    expect(() => session.commit(null, ids(1), { ...turn, spans: [{ version: 0, from: 0, to: 1 }] })).toThrow('cover 1 of 2');
+    expect(() => session.commit(null, ids(1), { ...turn, spans: [{ version: 0, from: 1, to: 2 }] })).toThrow(
+      'does not follow 0',
+    );
+    expect(() => session.commit(null, ids(1), { ...turn, spans: [{ version: 0, from: 0, to: 1 }] })).toThrow(
+      'cover 1 of 2',
+    );
   });
 });

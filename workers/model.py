@@ -48,7 +48,7 @@ from transformers.distributed.utils import TransformersDeviceMesh
 
 # Families whose attention is plain causal softmax, which is all that rows_attention computes.
 FAMILIES = ("qwen3", "qwen3_moe", "llama")
-# Rotary embeddings that depend on the longest sequence at hand, so a row's logprobs would depend on its batch.
+# Rotary embeddings that depend on the longest row at hand: a row's logprobs would depend on its batch.
 UNSTEADY_ROPE = ("dynamic", "longrope")
 PARAM_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 HOOK = "apply_fully_sharded_data_parallelism"

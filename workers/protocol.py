@@ -398,7 +398,7 @@ MESSAGES: dict[str, dict[str, Any]] = {
     },
 }
 
-# Types of an `error` reply. Only `failed` of pure kinds and `overloaded` are tried again, and only by bus.ts.
+# Types of an `error` reply. Only channel.ts tries again: `failed` of pure kinds, and `overloaded`.
 ERROR_TYPES = ("bad_request", "unsupported", "cancelled", "deadline", "overloaded", "failed", "fatal", "lost")
 ERROR_PART = {
     "fields": {

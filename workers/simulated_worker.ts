@@ -115,7 +115,7 @@ export class SimulatedWorker {
 
   /** Counts this message or tick and resolves when the script lets it go on. */
   async arrive(on: string): Promise<void> {
-    if (this.#stalled) return this.#stalled;
+    if (this.#stalled !== null) return this.#stalled;
     const nth = (this.#counts.get(on) ?? 0) + 1;
     this.#counts.set(on, nth);
     const { latency_ms = {} } = this.script;

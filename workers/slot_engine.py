@@ -371,10 +371,10 @@ class Engine:
         slots = np.flatnonzero((self.handle > 0) & (self.handle < self._before))
         if self.paused or slots.size == 0:
             return None
-        missing = self.known[slots] - self.done[slots]
+        behind = (self.known[slots] - self.done[slots] > 1) | self.fresh[slots]
         chunks: list[tuple[int, int, int]] = []  # slot, from, to
-        if (missing > 1).any() or self.fresh[slots].any():
-            chunks = self._choose_chunks(slots)
+        if behind.any():
+            chunks = self._choose_chunks(slots[behind])
             slots = slots[(self.known[slots] - self.done[slots] == 1) & ~self.fresh[slots]]
         positions = self.done[slots]
         ids = self.ids[slots, positions]
