@@ -240,7 +240,7 @@ describe('refusing', () => {
       /^--algo\.advantage\.estimator grpo \(default\): .*n_samples_per_prompt > 1, got 1/,
     ],
     ['rewards clipped to nothing', ['--reward.clip_range', '1', '1'], /the first number must be < the second/],
-    ['clipping below ratio 0', ['--actor.eps_clip_low_high', '1', '0.2'], /low must be < 1/],
+    ['clipping below ratio 0', ['--train.max_epochs', '2', '--actor.eps_clip_low_high', '1', '0.2'], /low must be < 1/],
     [
       'a correction threshold upside down',
       ['--algo.advantage.is_correction_level', 'token', '--algo.advantage.is_correction_threshold', '5', '0.5'],

@@ -221,6 +221,15 @@ export function corruptLast(segment: string, table: TensorTable): void {
   writeFileSync(segment, bytes);
 }
 
+/** Makes every number of the last tensor NaN, and its checksum with it. */
+export function fillNaN(segment: string, table: TensorTable): TensorTable {
+  const last = table.at(-1) as TensorTable[number];
+  const bytes = readFileSync(segment);
+  for (let at = last.offset; at < last.offset + last.bytes; at += 4) bytes.writeFloatLE(Number.NaN, at);
+  writeFileSync(segment, bytes);
+  return [...table.slice(0, -1), { ...last, crc32: crc32(bytes.subarray(last.offset, last.offset + last.bytes)) }];
+}
+
 /** Transposes the first square matrix and its checksum with it: right bytes, right shape, wrong meaning. */
 export function swapLayout(segment: string, table: TensorTable): TensorTable {
   const square = table.find((t) => t.shape.length === 2 && t.shape[0] === t.shape[1]) as TensorTable[number];

@@ -12,6 +12,7 @@ import {
   Cell,
   corruptLast,
   engineOptions,
+  fillNaN,
   KINDS,
   largestGap,
   promptOf,
@@ -22,8 +23,8 @@ import {
 import { EngineClient, PLAIN, refused, type Turn } from './engine_client.ts';
 
 const MAX_REQUESTS = 64;
-const MAX_LEN = 512;
-const LONG = 400; // tokens of a request that has not ended by itself when a test looks at it
+const MAX_LEN = 2048;
+const LONG = 1900; // tokens of a request that has not ended by itself when a test looks at it: seconds of work
 const WAIT_MS = 30_000;
 
 function logSoftmax(x: readonly number[]): number[] {
@@ -199,11 +200,12 @@ describe.each(KINDS)('%s engine', (_, kind) => {
       expect(shorter.text).not.toContain(stop);
     });
 
-    /** A turn and two neighbouring printable characters of its text. A random policy writes such a pair soon. */
+    /** A turn and two neighbouring printable characters of its text, of two tokens. A random policy writes such soon. */
     async function turnWithText(): Promise<{ free: { turn: Turn; seed: number }; stop: string }> {
       for (let seed = 0; seed < 50; seed++) {
         const turn = await engine.generate(promptOf(7, 5), { seed, max_tokens: 120 }, { want_text: true });
-        const found = /[!-;=-~]{2}/.exec(turn.text.slice(8));
+        const text = turn.text.replace(/<[|/]?\w+[|]?>/g, ' '); // a special token is one token
+        const found = /[!-;=-~]{2}/.exec(text.slice(8));
         if (found) return { free: { turn, seed }, stop: found[0] };
       }
       throw new Error('no readable text in 50 turns');
@@ -337,7 +339,10 @@ describe.each(KINDS)('%s engine', (_, kind) => {
       expect(answer.fields.version).toBe(version);
       expectTotals(answer, turns);
       await expectSilence();
+      // Said again it changes nothing, whatever else it says.
       expectTotals(await engine.pause(epoch, 'keep', false), turns);
+      expectTotals(await engine.pause(epoch, 'abort', false), turns);
+      expect(turns.map((turn) => turn.ended)).toEqual(turns.map(() => null));
       await engine.resume(epoch);
       const [first] = turns as [Turn];
       const paused = first.ids.length;
@@ -491,6 +496,22 @@ describe.each(KINDS)('%s engine', (_, kind) => {
       await engine.resume(epoch);
       await loadModel(engine, models[0]);
       expect(largestGap(await engine.score([probe]), before)).toBeLessThan(1e-6);
+    });
+
+    test('weights that are not finite end requests with error, and not one token comes of them', async () => {
+      const path = join(cell.dir, 'nan.bin');
+      const turns = await startLong(2);
+      await engine.pause(++epoch, 'keep');
+      const totals = turns.map((turn) => turn.ids.length);
+      await engine.load(++version, path, fillNaN(path, writeSegment(models[0], path)));
+      await engine.resume(epoch);
+      turns.push(await engine.start(promptOf(3, 3)));
+      await engine.until(() => turns.every((turn) => turn.ended !== null));
+      expect(turns.map((turn) => turn.ended?.reason)).toEqual(['error', 'error', 'error']);
+      expect(turns.map((turn) => turn.ended?.detail)).not.toContain(null);
+      expect(turns.map((turn) => turn.ids.length)).toEqual([...totals, 0]);
+      await loadModel(engine, models[0]);
+      expect((await engine.generate(promptOf(3, 3), { max_tokens: 2 })).ids.length).toBe(2);
     });
 
     // Last, since the engine dies of it, twice.

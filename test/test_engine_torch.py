@@ -26,6 +26,7 @@ from transformers import AutoModelForCausalLM, DynamicCache, TopKLogitsWarper, T
 import engine_torch
 import protocol
 import slot_attention
+from model import ModelError
 from runtime import Request, Runtime, WorkerError
 from sampling import restrict, sample, uniforms
 from slot_attention import split_runs
@@ -283,7 +284,9 @@ def warped(logits: Any, top_k: int, top_p: float) -> torch.Tensor:
     return TopPLogitsWarper(top_p)(ids, logits) if top_p < 1 else logits
 
 
-@pytest.mark.parametrize("top_k, top_p", [(0, 1.0), (5, 1.0), (0, 0.7), (20, 0.8), (1, 1.0), (10_000, 0.01)])
+@pytest.mark.parametrize(
+    "top_k, top_p", [(0, 1.0), (5, 1.0), (0, 0.7), (20, 0.8), (1, 1.0), (10_000, 0.01), (0, 1e-9)]
+)
 def test_top_k_and_top_p_keep_what_the_warpers_of_transformers_keep(top_k, top_p):
     logits = 3 * torch.randn(40, 300, generator=torch.Generator().manual_seed(1))
     logits[:, 7] = logits[:, 9]  # ties
@@ -473,15 +476,16 @@ def test_after_a_swap_that_keeps_the_cache_old_keys_serve_new_weights_but_no_new
     driver, old = Driver(paths[kind]), reference(paths[kind])
     new, table = write_weights(paths[kind], str(tmp_path / "w"), seed=6)
     rng = random.Random(9)
-    idle = driver.generate(some_ids(rng, 30), session="b", max_tokens=2)
+    idle = [driver.generate(some_ids(rng, 30), session=session, max_tokens=2) for session in "bc"]
     turn = driver.start(some_ids(rng, 30), session="a", seed=1, max_tokens=20)
     driver.step(6)
     turn_before = len(turn.ids)
     driver.pause(1, clear_cache=False)
-    queued = driver.start(turn.prompt, session="a", seed=1)  # came before the new weights, but has not begun
+    # Both came before the new weights but have not begun: one found a prefix in its slot, one did not.
+    queued = [driver.start(idle[0].prompt + [1], session="b"), driver.start(turn.prompt, session="d")]
     driver.load(1, str(tmp_path / "w"), table)
     driver.engine.resume(1)
-    late = [driver.start(turn.prompt, session="a", seed=2), driver.start(idle.prompt + [1, 2], session="b")]
+    late = [driver.start(turn.prompt, session="e", seed=2), driver.start(idle[1].prompt + [2], session="c")]
     driver.run()
 
     sequence, at = turn.prompt + turn.ids, len(turn.prompt) + turn_before
@@ -494,8 +498,8 @@ def test_after_a_swap_that_keeps_the_cache_old_keys_serve_new_weights_but_no_new
     assert gap(mixed, turn.logprobs[turn_before:]) <= TOLERANCE
     assert gap(plain_logprobs(new, sequence)[at:], turn.logprobs[turn_before:]) > 100 * TOLERANCE
     again = driver.generate(turn.prompt + turn.ids, session="a")
-    assert [queued.cached, late[1].cached, again.cached] == [0, 0, 30]  # 30: what `queued` ran, not `turn`
-    assert worst(new, queued, *late, again) <= TOLERANCE
+    assert [queued[0].cached, late[1].cached, again.cached] == [0, 0, 30]  # 30: what others ran, not `turn`
+    assert worst(new, *queued, *late, again) <= TOLERANCE
 
 
 def test_a_corrupted_segment_is_fatal_and_leaves_the_model_untouched(dense, tmp_path):
@@ -718,18 +722,20 @@ def test_a_request_whose_logits_are_not_finite_ends_with_an_error_and_spoils_no_
     ]
     assert driver.engine.handle[slot] == driver.handle(later[1])
     driver.run()
+    assert [turn.reason for turn in later] == ["length", "length"]
     assert worst(reference(paths["dense_untied"]), *sound, *later) <= TOLERANCE
 
 
-def test_a_family_or_type_that_cannot_be_served_is_refused(paths):
+@pytest.mark.parametrize("change", [{"model_type": "mamba"}, {"rope_parameters": {"rope_type": "dynamic"}}])
+def test_a_model_that_cannot_be_served_exactly_is_refused(paths, change):
     model = reference(paths["llama"])
-    model.config.model_type = "mamba"
-    with pytest.raises(Exception, match="mamba"):
+    for name, value in change.items():
+        setattr(model.config, name, value)
+    with pytest.raises(ModelError, match=r"mamba|dynamic"):
         prepare_model(model, torch.float32, "cpu")
-    model = reference(paths["llama"])
-    model.config.rope_parameters["rope_type"] = "dynamic"
-    with pytest.raises(ValueError, match="dynamic"):
-        prepare_model(model, torch.float32, "cpu")
+
+
+def test_an_unknown_dtype_is_refused(paths):
     with pytest.raises(ValueError, match="float8"):
         load_model(paths["llama"], "float8", "cpu")
 

@@ -12,7 +12,7 @@ Invariants
      is the softmax of the raw logits (temperature 1, nothing filtered).
   2. A token of probability 0 is never returned. A row that is not finite gives a logprob that is not finite,
      and the caller ends that request.
-Called by engine_torch.py once per step. Elsewhere called sampler, logits processors.
+Called by slot_engine.py once per step. Elsewhere called sampler, logits processors.
 """
 
 import numpy as np

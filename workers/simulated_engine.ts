@@ -75,7 +75,7 @@ export class SimulatedEngine {
   #staged = new Map<string, Float32Array>();
   #nextHandle = 1;
   #ticking = false;
-  #stats = { steps: 0, running: 0, waiting: 0, paused: 0, tokens: 0 };
+  #stats = { steps: 0, tokens: 0, running: 0, waiting: 0 };
 
   constructor(worker: SimulatedWorker) {
     const options = worker.options as { model_path: string; max_requests: number; max_len: number };
@@ -115,12 +115,12 @@ export class SimulatedEngine {
     });
   }
 
+  /** As engine_torch.py: what a pause holds back counts as waiting. */
   #publish(): void {
-    const s = this.#stats;
-    s.running = this.#running.length;
-    s.waiting = this.#queue.length;
-    s.paused = this.#paused ? 1 : 0;
-    this.#worker.link.stats = { ...s };
+    const live = this.#running.length + this.#queue.length;
+    this.#stats.running = this.#paused ? 0 : this.#running.length;
+    this.#stats.waiting = live - this.#stats.running;
+    this.#worker.link.stats = { ...this.#stats };
   }
 
   // ---- Requests ----
@@ -238,6 +238,10 @@ export class SimulatedEngine {
       let ending: Ending | null = null;
       for (let i = 0; i < (this.#worker.script.tokens_per_step ?? 1) && !ending; i++) {
         const [id, logprob] = this.#sample(live);
+        if (!Number.isFinite(logprob)) {
+          ending = 'error';
+          break;
+        }
         ids.push(id);
         logprobs.push(logprob);
         live.ids.push(id);
@@ -297,7 +301,7 @@ export class SimulatedEngine {
           ended: ended.map(([live, reason]) => ({
             handle: live.handle,
             reason,
-            detail: null,
+            detail: reason === 'error' ? 'the logits are not finite' : null,
             cached_tokens: live.cachedTokens,
           })),
         },

@@ -131,7 +131,10 @@ export class SimulatedRank {
     });
     w.serve('push_weights', (fields) => this.#push(fields));
     w.serve('save', ({ step, path }) => this.#together('save', () => this.#save(step, path)));
-    w.serve('restore', ({ path }) => this.#together('restore', () => this.#restore(path)));
+    w.serve('restore', ({ path }) => {
+      this.#parts.clear(); // rows of the life before
+      return this.#together('restore', () => this.#restore(path));
+    });
     w.serve('export', ({ path }) => this.#together('export', () => this.#export(path)));
   }
 

@@ -48,8 +48,6 @@ SEED_MASK = 2**64 - 1
 EVERY = np.iinfo(np.int64).max
 MODES = ("keep", "drain", "abort")
 STATS = ("running", "waiting", "tokens", "steps", "prefill_tokens", "cached_tokens", "late_aborts", "busy_s")
-# Rotary embeddings whose frequencies depend on the longest position of the batch: so would the tokens.
-UNSTEADY_ROPE = ("dynamic", "longrope")
 
 Event = tuple[dict[str, Any], dict[str, np.ndarray]]  # fields, frames of `tokens`
 
@@ -94,9 +92,6 @@ def load_model(path: str, dtype: str, device: str):
 
 def prepare_model(model, dtype: torch.dtype, device: str):
     check_family(model.config)
-    rope = (getattr(model.config, "rope_parameters", None) or {}).get("rope_type", "default")
-    if rope in UNSTEADY_ROPE:
-        raise ValueError(f"Cannot serve rotary embeddings of type {rope!r}: they depend on the batch")
     model.set_attn_implementation(ATTENTION)
     set_types(model, dtype)
     hub_layout(model)  # made now, since a refit should not wait for it
@@ -510,7 +505,7 @@ class Engine:
         handles, tokens, logprobs = (none if x is None else x for x in (handles, tokens, logprobs))
         counts = np.ones(len(handles), dtype=np.int32)
         texts: list[str] = []
-        if outbox.texts:
+        if outbox.texts or self.wants_text:
             # Text that was held back until an abort comes without a token.
             late = [h for h in outbox.texts if h not in set(handles.tolist())]
             handles = np.concatenate((handles, np.array(late, dtype=handles.dtype)))
