@@ -188,12 +188,12 @@ export function demonstrations(): Message[][] {
 
 const SCRIPTS = dirname(fileURLToPath(import.meta.url));
 const ROOT = dirname(SCRIPTS);
-const CACHE = join(ROOT, '.cache', 'quickstart');
-const SOURCES = [join(SCRIPTS, 'warm_start.py'), join(ROOT, 'workers', 'requirements.txt')];
+const WARM_START_SCRIPT = join(SCRIPTS, 'warm_start.py');
+const SOURCES = [WARM_START_SCRIPT, join(ROOT, 'workers', 'requirements.txt')];
 const jsonLines = demonstrations()
   .map((messages) => `${JSON.stringify(messages)}\n`)
   .join('');
-const POLICY = join(CACHE, policyHash());
+const POLICY = join(ROOT, '.cache', 'quickstart', policyHash());
 
 function policyHash(): string {
   const hash = createHash('sha256').update(JSON.stringify(WARM_START)).update(jsonLines);
@@ -201,29 +201,38 @@ function policyHash(): string {
   return hash.digest('hex').slice(0, 16);
 }
 
-/** Make the policy unless it is there. Builds next to the final place and renames, so that a half-made one is never seen. */
 async function prepare(options: Options, say: (line: string) => void): Promise<void> {
   if (resolve(options['actor.model_name_or_path']) !== POLICY) return; // the user brings another one
   const kinds = [options['engine.kind'], options['trainer.kind'], options['tokenizer.kind']];
   if (kinds.every((kind) => kind === 'simulated')) return;
-  const place = relative(process.cwd(), POLICY);
-  if (existsSync(POLICY)) return say(`policy: ${place}, made before`);
+  await makePolicy(POLICY, pythonCommand(WARM_START_SCRIPT, options['launch.python'] || undefined), say);
+}
 
+/**
+ * Make the policy unless it is there: `command` turns the directory given as its last argument into a model. It is built
+ * next to its place and renamed, so a half-made one is never seen. Throws with the command's last words when that fails.
+ */
+export async function makePolicy(
+  directory: string,
+  command: readonly string[],
+  say: (line: string) => void,
+): Promise<void> {
+  const place = relative(process.cwd(), directory);
+  if (existsSync(directory)) return say(`policy: ${place}, made before`);
   const started = Date.now();
-  removeAbandoned();
-  const building = `${POLICY}.building-${process.pid}`;
+  removeAbandoned(dirname(directory));
+  const building = `${directory}.building-${process.pid}`;
   mkdirSync(building, { recursive: true });
   try {
-    say(
-      `policy: warm start on ${WARM_START.steps * WARM_START.batch} imperfect demonstrations, about half a minute, once`,
-    );
+    const count = WARM_START.steps * WARM_START.batch;
+    say(`policy: warm start on ${count} imperfect demonstrations, once; it takes half a minute on a free core`);
     writeFileSync(join(building, 'demonstrations.jsonl'), jsonLines);
     writeFileSync(join(building, 'warm_start.json'), `${JSON.stringify(WARM_START, null, 2)}\n`);
-    await runPython([join(SCRIPTS, 'warm_start.py'), building], options['launch.python'] || undefined, say);
+    await run([...command, '--end-with-stdin', building], (line) => say(`policy: ${line}`));
     try {
-      renameSync(building, POLICY);
+      renameSync(building, directory);
     } catch (error) {
-      if (!existsSync(POLICY)) throw error; // else another start was faster, with the same result
+      if (!existsSync(directory)) throw error; // else another start was faster, with the same result
     }
     say(`policy: ${place}, made in ${((Date.now() - started) / 1000).toFixed(0)} s`);
   } finally {
@@ -232,11 +241,11 @@ async function prepare(options: Options, say: (line: string) => void): Promise<v
 }
 
 /** What starts that were killed have left. */
-function removeAbandoned(): void {
-  if (!existsSync(CACHE)) return;
-  for (const name of readdirSync(CACHE)) {
+function removeAbandoned(parent: string): void {
+  if (!existsSync(parent)) return;
+  for (const name of readdirSync(parent)) {
     const pid = Number(/\.building-(\d+)$/.exec(name)?.[1]);
-    if (Number.isInteger(pid) && !isAlive(pid)) rmSync(join(CACHE, name), { recursive: true, force: true });
+    if (Number.isInteger(pid) && !isAlive(pid)) rmSync(join(parent, name), { recursive: true, force: true });
   }
 }
 
@@ -250,22 +259,17 @@ function isAlive(pid: number): boolean {
 }
 
 /** Each line of output goes to `say`. Rejects with the last lines of stderr. The child ends when this process does. */
-function runPython(
-  [script, ...args]: [string, ...string[]],
-  python: string | undefined,
-  say: (line: string) => void,
-): Promise<void> {
-  const [program, ...command] = pythonCommand(script, python) as [string, ...string[]];
-  const env = {
-    ...process.env,
+function run(command: readonly string[], say: (line: string) => void): Promise<void> {
+  const [program = '', ...args] = command;
+  const settings = {
     OMP_NUM_THREADS: '1',
     TOKENIZERS_PARALLELISM: 'false',
     HF_HUB_OFFLINE: '1',
     PYTHONUNBUFFERED: '1',
   };
-  const child = spawn(program, [...command, ...args, '--end-with-stdin'], { env, stdio: ['pipe', 'pipe', 'pipe'] });
+  const child = spawn(program, args, { env: { ...process.env, ...settings }, stdio: ['pipe', 'pipe', 'pipe'] });
   const errors: string[] = [];
-  createInterface({ input: child.stdout }).on('line', (line) => say(`policy: ${line}`));
+  createInterface({ input: child.stdout }).on('line', say);
   createInterface({ input: child.stderr }).on('line', (line) => errors.push(line));
   return new Promise((done, fail) => {
     child.on('error', (error) => fail(new Error(`Cannot run ${program}: ${error.message}`)));

@@ -70,9 +70,9 @@ if [ ! -x .venv/bin/python ] || ! python_ok .venv/bin/python; then
   "$python" -m venv .venv || fail "$python cannot make a virtual environment: install its venv module (Debian: apt install python3-venv)"
 fi
 
-install_python() { # stamp name, requirement files
-  local name=$1
-  shift
+install_python() { # stamp name, what to expect, requirement files
+  local name=$1 expect=$2
+  shift 2
   local want have
   want=$(digest "$@")
   have=$(cat ".venv/.molt-$name" 2>/dev/null || true)
@@ -80,7 +80,7 @@ install_python() { # stamp name, requirement files
     say "Python packages ($name) are up to date"
     return
   fi
-  say "installing Python packages ($name) into $PWD/.venv: about 1.2 GB with CPU wheels, a minute or more"
+  say "installing Python packages ($name) into $PWD/.venv: $expect"
   local args=() file log
   for file in "$@"; do args+=(-r "$file"); done
   log=$(mktemp)
@@ -93,6 +93,6 @@ install_python() { # stamp name, requirement files
   echo "$want" >".venv/.molt-$name"
 }
 
-install_python run workers/requirements.txt
-[ "$mode" = run ] || install_python dev workers/requirements-dev.txt
+install_python run 'about 1.2 GB with CPU wheels, a minute or more' workers/requirements.txt
+[ "$mode" = run ] || install_python dev 'a few seconds' workers/requirements-dev.txt
 say "ready"

@@ -41,13 +41,19 @@ SPECIALS = [
 VOCAB_SIZE = 264  # 256 bytes, 7 specials, one id that no text uses
 IM_END = 256 + SPECIALS.index("<|im_end|>")
 
-CHAT_TEMPLATE = """\
-{%- if tools %}<|im_start|>system Tools:{% for t in tools %} {{ t | tojson }}{% endfor %}<|im_end|> {% endif
-%} {%- for m in messages %} {%- if m.role == 'tool' %}<|im_start|>user <tool_response>{{ m.content
-}}</tool_response><|im_end|> {% else %}<|im_start|>{{ m.role }} {{ m.content or '' }} {%- for c in
-m.tool_calls or [] %}<tool_call>{"name": "{{ c.name }}", "arguments": {{ c.arguments }}}</tool_call> {%-
-endfor %}<|im_end|> {% endif %} {%- endfor %} {%- if add_generation_prompt %}<|im_start|>assistant
-{% endif %}"""
+CHAT_TEMPLATE = (
+    "{%- if tools %}<|im_start|>system\nTools:\n"
+    "{%- for t in tools %}{{ t | tojson }}\n{% endfor %}<|im_end|>\n{% endif %}"
+    "{%- for m in messages %}"
+    "{%- if m.role == 'tool' %}<|im_start|>user\n<tool_response>\n{{ m.content }}\n</tool_response><|im_end|>\n"
+    "{%- else %}<|im_start|>{{ m.role }}\n{{ m.content or '' }}"
+    "{%- for c in m.tool_calls or [] %}"
+    '<tool_call>\n{"name": "{{ c.function.name }}", "arguments": {{ c.function.arguments | tojson }}}\n</tool_call>'
+    "{%- endfor %}<|im_end|>\n"
+    "{%- endif %}"
+    "{%- endfor %}"
+    "{%- if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
