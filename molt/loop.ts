@@ -468,20 +468,23 @@ async function train(args: Train): Promise<void> {
       minRatio: options['actor.min_lr_ratio'],
     });
     const version = refit.version;
+    // A row without credit has no gradient. It stays in the denominator, so leaving it out changes no number.
+    const credited = samples.filter((sample) => sample.advantages.some((advantage) => advantage !== 0));
+    const rows = credited.length > 0 ? credited : samples;
     ledger.record({ kind: 'batch', step: step + 1, version, groups: groups.map((g) => g.groupId), denominator, lr });
 
     // Train
     progress.show(`step ${step + 1}: training`, 1);
     const plan = planBatch(
-      samples.map((sample) => sample.trajectory.ids.length),
+      rows.map((sample) => sample.trajectory.ids.length),
       planOptions,
     );
     const trainStart = performance.now();
     // With several optimizer steps on one batch the ratio is taken to where the first one began.
-    const old = epochs > 1 ? await orFatal(trainer.oldLogprobs(samples, plan)) : null;
+    const old = epochs > 1 ? await orFatal(trainer.oldLogprobs(rows, plan)) : null;
     let result: StepResult | null = null;
     for (let epoch = 0; epoch < epochs; epoch++) {
-      const next = await orFatal(trainer.step({ step: step + 1, version, samples, plan, denominator, lr, old }));
+      const next = await orFatal(trainer.step({ step: step + 1, version, samples: rows, plan, denominator, lr, old }));
       // How far engine and trainer are apart is what the first pass saw; everything else is of the last.
       result = result ? withMismatchOf(result, next) : next;
     }
@@ -501,7 +504,7 @@ async function train(args: Train): Promise<void> {
       policy_version: refit.version,
       ...batchMetrics(groups, version),
       ...creditMetrics,
-      ...stepMetrics(result, denominator),
+      ...stepMetrics(result),
       ...generatorMetrics(generator, (performance.now() - begun) / 1000),
       trainer_idle_s: Math.max(0, (performance.now() - begun) / 1000 - trainer.takeBusy()),
       tokens_trained: denominator,
@@ -578,11 +581,12 @@ function infoMeans(rollouts: readonly Rollout[]): Record<string, number> {
   return Object.fromEntries([...values].map(([key, list]) => [`info_${key}`, sum(list) / list.length]));
 }
 
-/** The trainer's sums over the trained tokens become means here, once. */
-function stepMetrics({ sums, maxima }: StepResult, tokens: number): Record<string, number> {
-  const perToken = (key: string) => (sums[key] ?? 0) / tokens;
+/** The trainer's sums over the tokens it was sent become means here, once. */
+function stepMetrics({ sums, maxima }: StepResult): Record<string, number> {
+  const perToken = (key: string) => (sums[key] ?? 0) / (sums.tokens ?? 0);
   return {
     loss: sums.loss ?? 0,
+    tokens_credited: sums.tokens ?? 0,
     grad_norm: maxima.grad_norm ?? 0,
     logprob_mismatch_mean: perToken('mismatch_abs'),
     logprob_mismatch_max: maxima.mismatch_abs ?? 0,

@@ -23,6 +23,7 @@ export type Reduction =
   | 'max'
   | 'mean of rollouts'
   | 'mean of trained tokens'
+  | 'mean of credited tokens'
   | 'mean of groups'
   | 'mean of engines'
   | 'mean of prompts'
@@ -78,36 +79,42 @@ const TABLE = {
   lr: row('1', 'last', 'as scheduled', 'learning rate of the step'),
   entropy: row(
     'nats',
-    'mean of trained tokens',
+    'mean of credited tokens',
     'falls slowly',
     'of the next-token distribution at the rollout temperature',
   ),
   clip_ratio: row(
     '1',
-    'mean of trained tokens',
+    'mean of credited tokens',
     '< 0.3',
     'tokens whose importance ratio left actor.eps_clip_low_high on the active side',
   ),
   is_filter_ratio: row(
     '1',
-    'mean of trained tokens',
+    'mean of credited tokens',
     '< 0.05',
     'tokens that the importance correction masked or clipped',
   ),
   skipped: row('1', 'max', '0', '1 when loss or gradient was not finite and the step was not taken'),
-  tokens_trained: row('tokens', 'sum', '> 0', 'tokens with lossMask 1'),
+  tokens_trained: row('tokens', 'sum', '> 0', 'tokens with lossMask 1, the denominator of the loss'),
+  tokens_credited: row(
+    'tokens',
+    'sum',
+    '> 0',
+    'those of rows with an advantage other than 0; the others have no gradient and are not sent to the trainer',
+  ),
   dummy_micro_batches: row('1', 'sum', 'few', 'empty micro-batches that ranks ran to keep step with the others'),
 
   logprob_mismatch_mean: row(
     'nats',
-    'mean of trained tokens',
+    'mean of credited tokens',
     '< 1e-3 (bf16: 0.1)',
     '|trainer logprob before the step - rollout logprob|',
   ),
   logprob_mismatch_max: row('nats', 'max', '< 1e-4 in float32', 'the same, worst token'),
   logprob_mismatch_k3: row(
     'nats',
-    'mean of trained tokens',
+    'mean of credited tokens',
     'near 0',
     'exp(d) - 1 - d with d = trainer - rollout logprob',
   ),
