@@ -19,10 +19,10 @@
  * the last checkpoint to resume from.
  */
 import { createHash } from 'node:crypto';
-import { existsSync, mkdirSync, readdirSync, readFileSync, rmSync, writeFileSync } from 'node:fs';
+import { existsSync, mkdirSync, readdirSync, readFileSync, realpathSync, rmSync, writeFileSync } from 'node:fs';
 import { basename, join, resolve } from 'node:path';
 import { monitorEventLoopDelay } from 'node:perf_hooks';
-import { pathToFileURL } from 'node:url';
+import { fileURLToPath } from 'node:url';
 import { loadAgent } from './agent.ts';
 import { Buffer, isTrainable } from './buffer.ts';
 import { Bus } from './bus.ts';
@@ -85,8 +85,8 @@ export async function main(argv: readonly string[]): Promise<number> {
       console.log(error.text);
       return 0;
     }
-    if (!(error instanceof ConfigError)) throw error;
-    for (const line of error.lines) console.error(line);
+    const lines = error instanceof ConfigError ? error.lines : [`Cannot prepare the run: ${messageOf(error)}`];
+    for (const line of lines) console.error(line);
     return 2;
   }
   say(`Run directory ${runDir}`);
@@ -115,9 +115,7 @@ export async function main(argv: readonly string[]): Promise<number> {
     return stopper.signal ? EXIT_CODES[stopper.signal] : 0;
   } catch (error) {
     progress.clear();
-    console.error(
-      `The run stopped: ${error instanceof Error ? (process.env.MOLT_DEBUG ? error.stack : error.message) : String(error)}`,
-    );
+    console.error(`The run stopped: ${messageOf(error)}`);
     console.error(`Continue it with: npx tsx molt/loop.ts ${argv[0]} --resume --run.dir ${runDir}`);
     return 1;
   } finally {
@@ -705,6 +703,11 @@ async function probeRows(tokenizer: Worker, prompt: Prompt, vocabSize: number, m
   return [frames.ids.slice(0, maxLen), spread.slice(0, maxLen)].filter((row) => row.length > 1);
 }
 
+function messageOf(error: unknown): string {
+  if (!(error instanceof Error)) return String(error);
+  return (process.env.MOLT_DEBUG && error.stack) || error.message;
+}
+
 /** A seed below 2^53 that depends on everything it is given. */
 function seedOf(...parts: readonly (string | number)[]): number {
   const digest = createHash('sha256').update(parts.join('/')).digest();
@@ -717,6 +720,6 @@ function sum(values: ArrayLike<number>): number {
   return total;
 }
 
-if (process.argv[1] && import.meta.url === pathToFileURL(process.argv[1]).href) {
+if (process.argv[1] && realpathSync(process.argv[1]) === fileURLToPath(import.meta.url)) {
   process.exit(await main(process.argv.slice(2)));
 }

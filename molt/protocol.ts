@@ -308,7 +308,7 @@ export const MESSAGES = {
   parse: {
     from: 'CR',
     to: 'CK',
-    fields: { tools: ['json'] }, // per item; null = none offered
+    fields: { tools: ['json'] }, // per item; [] = calls are left in the content
     frames: { ids: 'i32', lengths: 'i32' },
     reply: {
       fields: {

@@ -10,8 +10,9 @@
  *     tries the rollouts again.
  * Talks to dispatch.ts (protocol.ts: start, turn, abort_turn, cancel_rollout, rollout_done). Started by launch.ts.
  */
+import { realpathSync } from 'node:fs';
 import { setTimeout as sleep } from 'node:timers/promises';
-import { pathToFileURL } from 'node:url';
+import { fileURLToPath } from 'node:url';
 import type { AgentFactory, Outcome, ParsedTurn, Services, TurnAnswer } from './agent.ts';
 import { Ended, loadAgent, runEnv } from './agent.ts';
 import { readWorkerArgs, WorkerLink } from './bus.ts';
@@ -333,6 +334,6 @@ function crash(error: unknown): never {
   process.exit(1);
 }
 
-if (process.argv[1] && import.meta.url === pathToFileURL(process.argv[1]).href) {
+if (process.argv[1] && realpathSync(process.argv[1]) === fileURLToPath(import.meta.url)) {
   main().catch(crash);
 }

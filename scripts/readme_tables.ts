@@ -4,8 +4,8 @@
  * The tables of options and metrics come from config.ts and metrics.ts, so that the README cannot drift from the code;
  * test/readme.test.ts fails when they differ.
  */
-import { readFileSync, writeFileSync } from 'node:fs';
-import { pathToFileURL } from 'node:url';
+import { readFileSync, realpathSync, writeFileSync } from 'node:fs';
+import { fileURLToPath } from 'node:url';
 import { optionsTable } from '../molt/config.ts';
 import { metricsTable } from '../molt/metrics.ts';
 
@@ -20,6 +20,6 @@ export function withTables(readme: string): string {
   return out;
 }
 
-if (process.argv[1] && import.meta.url === pathToFileURL(process.argv[1]).href) {
+if (process.argv[1] && realpathSync(process.argv[1]) === fileURLToPath(import.meta.url)) {
   writeFileSync('README.md', withTables(readFileSync('README.md', 'utf8')));
 }

@@ -43,7 +43,7 @@ if [ "$node_have" != "dev $node_want" ] && [ "$node_have" != "$mode $node_want" 
   rm -f "$log"
   echo "$mode $node_want" >"$node_stamp"
 else
-  say "Node packages are up to date"
+  say "Node packages in $PWD/node_modules are up to date"
 fi
 
 # ---- Python ----
@@ -77,7 +77,7 @@ install_python() { # stamp name, what to expect, requirement files
   want=$(digest "$@")
   have=$(cat ".venv/.molt-$name" 2>/dev/null || true)
   if [ "$want" = "$have" ]; then
-    say "Python packages ($name) are up to date"
+    say "Python packages ($name) in $PWD/.venv are up to date"
     return
   fi
   say "installing Python packages ($name) into $PWD/.venv: $expect"
