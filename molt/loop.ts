@@ -89,7 +89,7 @@ export async function main(argv: readonly string[]): Promise<number> {
     for (const line of lines) console.error(line);
     return 2;
   }
-  say(`Run directory ${runDir}`);
+  say(`Run directory ${runDir}; starting workers, their logs are in logs/`);
   const bus = await Bus.listen();
   const launcher = new Launcher({
     bus,
@@ -123,7 +123,9 @@ export async function main(argv: readonly string[]): Promise<number> {
     await launcher.stopAll(STOP_GRACE_MS);
     await bus.close();
     ledger.close();
-    rmSync(join(runDir, 'controller.pid'), { force: true });
+    for (const name of ['weights', 'controller.pid', `rendezvous-${process.pid}`]) {
+      rmSync(join(runDir, name), { recursive: true, force: true }); // of use to running workers only
+    }
   }
 }
 
@@ -533,8 +535,8 @@ async function train(args: Train): Promise<void> {
   }
 
   // The end
-  if (!stopper.signal && step > (from?.state.step ?? 0)) await evaluateNow(true);
   if (savedAt !== step && (stopper.signal || !options['ckpt.disable_final_save'])) await checkpoint();
+  if (!stopper.signal && step > (from?.state.step ?? 0)) await evaluateNow(true);
   say(stopper.signal ? `Stopped after step ${step}` : `Done: ${step} steps, policy version ${refit.version}`);
   say(`Run directory ${runDir}`);
 }
