@@ -292,8 +292,6 @@ export const OPTIONS = {
   'engine.device': choice(['auto', 'cpu', 'cuda'], 'auto', 'where engines run; auto = cuda when there is one', {
     effect: ENGINE_TORCH,
   }),
-  'engine.max_restarts': int(3, 'restarts of one engine before the run goes on without it', { min: 0 }),
-
   'trainer.kind': choice(['torch', 'simulated'], 'torch', 'what computes gradients'),
   'trainer.num_ranks': int(1, 'trainer processes that share the batch', { min: 1, max: 4096 }),
   'trainer.device': choice(['auto', 'cpu', 'cuda'], 'auto', 'where trainer ranks run; auto = cuda when there is one', {
@@ -330,6 +328,7 @@ export const OPTIONS = {
 
   'launch.silence_s': float(60, 'seconds without a sign of life after which a worker is killed', { above: 0 }),
   'launch.ready_s': float(600, 'the same while it loads its model', { above: 0 }),
+  'launch.max_restarts': int(3, 'restarts of one engine or runner before the run goes on without it', { min: 0 }),
   'launch.python': text('', 'interpreter of the Python workers; empty = .venv of the repository', { effect: PYTHON }),
 
   'simulated.script': text(

@@ -44,6 +44,7 @@ interface Running {
   readonly dispatchedVersion: number;
   attempt: number;
   runner: Worker | null;
+  readonly turns: Set<number>; // being sampled now
 }
 
 export interface DispatchHooks {
@@ -60,7 +61,8 @@ export class Dispatch {
   readonly #maxRestarts: number;
   readonly #runners = new Map<number, Worker>();
   readonly #running = new Map<string, Running>();
-  #restarts = 0;
+  readonly #restarts = new Map<number, number>(); // by runner index
+  #starting = 0; // restarts under way
   #closed = false;
   #reject: (error: Error) => void = () => {};
   /** Rejects when no runner is left and none may be started. Never resolves. */
@@ -91,7 +93,7 @@ export class Dispatch {
   }
 
   get restarts(): number {
-    return this.#restarts;
+    return [...this.#restarts.values()].reduce((a, b) => a + b, 0);
   }
 
   /** Start a runner process. Resolves when its agent is loaded; rejects with the cause when it cannot. */
@@ -124,7 +126,14 @@ export class Dispatch {
   /** Run one rollout to its end. Never rejects. */
   run(job: Job): Promise<Rollout> {
     return new Promise((resolve) => {
-      const running: Running = { job, resolve, dispatchedVersion: this.#hooks.version(), attempt: 0, runner: null };
+      const running: Running = {
+        job,
+        resolve,
+        dispatchedVersion: this.#hooks.version(),
+        attempt: 0,
+        runner: null,
+        turns: new Set(),
+      };
       invariant(!this.#running.has(job.rolloutId), `rollout ${job.rolloutId} dispatched twice`);
       this.#running.set(job.rolloutId, running);
       this.#start(running);
@@ -177,6 +186,8 @@ export class Dispatch {
   }
 
   async #turn(fields: Fields<'turn'>, frames: Frames<'turn'>) {
+    const running = this.#running.get(fields.rollout_id);
+    running?.turns.add(fields.turn);
     const result = await this.#generator.generate({
       rolloutId: fields.rollout_id,
       attempt: fields.attempt,
@@ -185,6 +196,7 @@ export class Dispatch {
       sampling: fields.sampling,
       prompt: frames.prompt,
     });
+    running?.turns.delete(fields.turn);
     return {
       fields: {
         reason: result.reason,
@@ -218,9 +230,10 @@ export class Dispatch {
     const orphans = [...this.#running.values()].filter((running) => running.runner === worker);
     this.#hooks.event('runner_lost', { runner: worker.spec.id, reason: reason.message, rollouts: orphans.length });
     for (const running of orphans) {
-      for (let turn = 0; turn < running.job.limits.maxTurns; turn++) {
+      for (const turn of running.turns) {
         this.#generator.abort({ rolloutId: running.job.rolloutId, attempt: running.attempt, turn });
       }
+      running.turns.clear();
       running.attempt++;
       if (running.attempt >= MAX_ATTEMPTS) this.#finish(running, failed(running, 'runner_lost', reason.message));
       else this.#start(running);
@@ -230,17 +243,20 @@ export class Dispatch {
 
   async #restart(index: number, worker: Worker, reason: Error): Promise<void> {
     let cause = `${reason.message}\n${logTail(worker, 20)}`;
-    while (!this.#closed && this.#restarts < this.#maxRestarts) {
-      this.#restarts++;
+    for (let n = this.#restarts.get(index) ?? 0; !this.#closed && n < this.#maxRestarts; n++) {
+      this.#restarts.set(index, n + 1);
+      this.#starting++;
       try {
         await this.startRunner(index);
         return;
       } catch (error) {
         cause = (error as Error).message;
+      } finally {
+        this.#starting--;
       }
     }
-    if (this.#closed || this.#runners.size > 0) return;
-    this.#reject(new Error(`No runner is left after ${this.#restarts} restarts. Last cause: ${cause}`));
+    if (this.#closed || this.#starting > 0 || this.#runners.size > 0) return;
+    this.#reject(new Error(`No runner is left after ${this.restarts} restarts. Last cause: ${cause}`));
   }
 }
 

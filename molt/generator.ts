@@ -61,6 +61,7 @@ export class Engine {
   readonly sent = new Set<Live>();
   readonly byHandle = new Map<number, Live>();
   accepting = false; // has the current weights and is not being stopped
+  joined = false; // was accepting once: only then is its loss news to us, before that to whoever starts it
 
   constructor(worker: Worker, index: number, maxRequests: number) {
     this.worker = worker;
@@ -88,7 +89,8 @@ export class Generator {
   readonly #affinity = new Map<string, number>(); // session -> engine index
   readonly #live = new Map<string, Live>(); // by rollout, attempt and turn
   #queue: Live[] = [];
-  #restarts = 0;
+  readonly #restarts = new Map<number, number>(); // by engine index
+  #starting = 0; // restarts under way
   #closed = false;
   #reject: (error: Error) => void = () => {};
   /** Rejects when sampling cannot go on: no engine is left and none may be started. Never resolves. */
@@ -122,7 +124,7 @@ export class Generator {
     return [...this.#engines].filter((engine) => engine.accepting);
   }
   get restarts(): number {
-    return this.#restarts;
+    return [...this.#restarts.values()].reduce((a, b) => a + b, 0);
   }
   get waiting(): number {
     return this.#queue.length;
@@ -147,6 +149,7 @@ export class Generator {
     void worker.peer.lost.then((reason) => this.#onLost(engine, reason)); // lost never rejects
     await this.#hooks.join(engine);
     engine.accepting = true;
+    engine.joined = true;
     this.#pump();
     return engine;
   }
@@ -358,30 +361,34 @@ export class Generator {
     const orphans = [...engine.sent];
     engine.sent.clear();
     engine.byHandle.clear();
-    if (this.#closed) return;
+    if (this.#closed || !engine.joined) return;
     this.#hooks.event('engine_lost', {
       engine: engine.worker.spec.id,
       reason: reason.message,
       requests: orphans.length,
     });
     for (const live of orphans.reverse()) this.#requeue(live);
-    void this.#restart(engine, reason); // handles its own errors
+    void this.#restart(engine.index, reason); // handles its own errors
   }
 
-  async #restart(engine: Engine, reason: Error): Promise<void> {
+  async #restart(index: number, reason: Error): Promise<void> {
     let cause = reason;
-    while (!this.#closed && this.#restarts < this.#maxRestarts) {
-      this.#restarts++;
-      this.#hooks.event('engine_restart', { engine: engine.worker.spec.id, restart: this.#restarts });
+    for (let n = this.#restarts.get(index) ?? 0; !this.#closed && n < this.#maxRestarts; n++) {
+      this.#restarts.set(index, n + 1);
+      this.#hooks.event('engine_restart', { engine: index, restart: n + 1 });
+      this.#starting++;
       try {
-        await this.startEngine(engine.index);
+        await this.startEngine(index);
         return;
       } catch (error) {
         cause = error as Error;
+      } finally {
+        this.#starting--;
       }
     }
-    if (this.#closed || this.#engines.size > 0) return; // the run goes on with fewer engines
-    this.#reject(new Error(`No engine is left after ${this.#restarts} restarts. Last cause: ${cause.message}`));
+    // The run goes on with fewer engines, as long as there is one or one is coming.
+    if (this.#closed || this.#starting > 0 || [...this.#engines].some((engine) => engine.joined)) return;
+    this.#reject(new Error(`No engine is left after ${this.restarts} restarts. Last cause: ${cause.message}`));
   }
 }
 

@@ -76,7 +76,7 @@ export function openWorkers(args: {
     launcher,
     spec: specs.engine,
     maxRequests: options['engine.max_requests'],
-    maxRestarts: options['engine.max_restarts'],
+    maxRestarts: options['launch.max_restarts'],
     hooks: { join: (engine) => refit.join(engine), event },
   });
   const dtype =
@@ -93,7 +93,7 @@ export function openWorkers(args: {
     spec: specs.runner,
     generator,
     tokenizer: () => tokenizer.peer,
-    maxRestarts: options['engine.max_restarts'],
+    maxRestarts: options['launch.max_restarts'],
     hooks: { version: () => refit.version, event },
   });
   const tokenizerLost = tokenizer.peer.lost.then((reason) => {
