@@ -2,6 +2,7 @@
 
 import contextlib
 import inspect
+import itertools
 import json
 import math
 import os
@@ -593,3 +594,30 @@ def test_a_rank_answers_over_the_wire_survives_bad_requests_and_dies_of_a_failur
     assert ranks.processes["trainer-0"].wait(timeout=WAIT_MS / 1000) == 1
     assert "Traceback" in ranks.logs["trainer-0"].read_text()
     assert "No such file or directory" in answer.fields["traceback"]
+
+
+@pytest.mark.parametrize("kind", ["dense_tied", "moe"])
+def test_two_ranks_push_the_weights_that_they_have_just_trained(kind, models, start, tmp_path):
+    ranks = start(kind, 2)
+    push = {"version": 0, "transport": "file", "path": str(tmp_path / "segment")}
+    pushed = [ranks.ask_all("push_weights", push)[0].fields["tensors"]]  # also gathers before the first step
+    for step in range(2):
+        ranks.step(step, draw_batch(seed=step), TWO_RANKS)
+        pushed.append(ranks.ask_all("push_weights", push)[0].fields["tensors"])
+    # An engine with these weights must give the trainer's logprobs: no weight was left behind.
+    segment = {k: v.clone() for k, v in verify_segment(push["path"], pushed[-1]).items()}
+    rows = draw_batch(seed=9)
+    frames = {k: v for k, v in frames_of(rows).items() if k in ("ids", "lengths")}
+    answers = ranks.ask_all("logprobs", {"which": "policy", "temperature": 1.0}, [frames, frames])
+    model = AutoModelForCausalLM.from_pretrained(models[kind], dtype=torch.float32)
+    load_into(model, segment)
+    at = 0
+    for length in frames["lengths"]:
+        ids = torch.tensor(frames["ids"][at : at + length].astype("int64"))[None]
+        with torch.no_grad():
+            logprobs = model(ids, use_cache=False).logits[0, :-1].log_softmax(-1)
+        wanted = logprobs.gather(-1, ids[0, 1:, None])[:, 0].numpy()
+        assert abs(answers[0].frames["logprobs"][at + 1 : at + length] - wanted).max() <= 1e-5
+        at += length
+    for before, after in itertools.pairwise(pushed):
+        assert all(a["crc32"] != b["crc32"] for a, b in zip(before, after, strict=True))  # every tensor moved

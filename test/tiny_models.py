@@ -38,7 +38,7 @@ SPECIALS = [
     "<tool_response>",
     "</tool_response>",
 ]
-VOCAB_SIZE = 264  # 256 bytes, 7 specials, one id that no text uses
+VOCAB_SIZE = 265  # 256 bytes, 7 specials, two ids that no text uses; odd, so that two ranks have unequal shares
 IM_END = 256 + SPECIALS.index("<|im_end|>")
 
 CHAT_TEMPLATE = (
