@@ -86,7 +86,7 @@ export async function loadAgent(path: string): Promise<AgentFactory> {
       throw new Error(`Agent ${path} has no ${method}(): an Env needs reset(task) and step(turn)`);
     }
   }
-  await (probe as Env).close?.();
+  await closed(probe as Env);
   return make;
 }
 
@@ -143,6 +143,7 @@ export class Ended extends Error {
   }
 }
 
+const CLOSE_MS = 5_000;
 /** Last ids of a turn that decide how its markup is closed. */
 const TAIL = 8;
 
@@ -189,10 +190,10 @@ export async function runEnv(
     state.score = null;
   }
   try {
-    await env?.close?.();
+    await closed(env);
   } catch (error) {
     state.info.close_failed = 1;
-    detail ??= `close() threw: ${describe(error)}`;
+    detail ??= `close() failed: ${describe(error)}`;
   }
   return { reason, detail, ...state, turns: session.turns, trajectories: session.trajectories() };
 }
@@ -290,6 +291,20 @@ function asMessages(value: string | readonly Message[] | undefined, from: string
   if (Array.isArray(value) && value.length > 0 && value.every((m) => typeof (m as Message | null)?.role === 'string'))
     return value;
   throw new Ended('agent_error', `${from}() gave ${describe(value)}, expected text or a list of messages with roles`);
+}
+
+/** close() gets CLOSE_MS: it must not hold a rollout that has ended. */
+async function closed(env: Env | null): Promise<void> {
+  if (!env?.close) return;
+  let timer: NodeJS.Timeout | undefined;
+  const late = new Promise<never>((_, reject) => {
+    timer = setTimeout(() => reject(new Error(`no end within ${CLOSE_MS} ms`)), CLOSE_MS);
+  });
+  try {
+    await Promise.race([env.close(), late]);
+  } finally {
+    clearTimeout(timer);
+  }
 }
 
 function guarded<T>(code: () => T): T {

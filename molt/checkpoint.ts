@@ -91,7 +91,13 @@ export function newestCheckpoint(runDir: string): Checkpoint | null {
 function incomplete(path: string): string | null {
   const manifest = join(path, 'manifest.json');
   if (!existsSync(manifest)) return 'no manifest.json';
-  for (const file of (JSON.parse(readFileSync(manifest, 'utf8')) as Manifest).files) {
+  let files: Manifest['files'];
+  try {
+    ({ files } = JSON.parse(readFileSync(manifest, 'utf8')) as Manifest);
+  } catch (error) {
+    return `manifest.json does not parse: ${(error as Error).message}`;
+  }
+  for (const file of files) {
     const at = join(path, file.path);
     if (!existsSync(at)) return `${file.path} is missing`;
     const bytes = statSync(at).size;

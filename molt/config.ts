@@ -236,7 +236,10 @@ export const OPTIONS = {
   'rollout.temperature': float(1, 'sampling temperature of training rollouts', { above: 0 }),
   'rollout.max_new_tokens': int(512, 'tokens the policy may sample in one turn', { min: 1 }),
   'rollout.max_turns': int(8, 'turns of the policy in one rollout', { min: 1 }),
-  'rollout.deadline_s': float(600, 'seconds a rollout may take before it ends with reason deadline', { above: 0 }),
+  'rollout.deadline_s': float(600, 'seconds a rollout may take before it ends with reason deadline', {
+    above: 0,
+    max: 2_000_000,
+  }),
   'rollout.num_runners': int(1, 'processes that host the agents', { min: 1, max: 256 }),
   'rollout.max_failure_rate': float(
     0.5,

@@ -148,6 +148,8 @@ export class Generator {
     this.#engines.add(engine);
     void worker.peer.lost.then((reason) => this.#onLost(engine, reason)); // lost never rejects
     await this.#hooks.join(engine);
+    if (worker.peer.isLost)
+      throw new Error(`Engine ${worker.spec.id} died while joining: ${(await worker.peer.lost).message}`);
     engine.accepting = true;
     engine.joined = true;
     this.#pump();

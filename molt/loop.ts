@@ -48,6 +48,7 @@ const MISMATCH_BOUND = { float32: 1e-3, bfloat16: 0.1 } as const;
 const MISMATCH_STEPS = 3; // above the bound this often running = stop
 const FAILURE_WINDOW = 64; // rollouts over which the failure rate is taken
 const SKIPPED_STEPS = 3; // non-finite steps running = stop
+const RELAYED_MS = 500; // a signal this soon after the first is the same Ctrl-C
 const STOP_GRACE_MS = 10_000;
 const PROBE_IDS = 48;
 
@@ -74,6 +75,7 @@ export async function main(argv: readonly string[]): Promise<number> {
       throw new ConfigError([`--train.agent_path: ${error.message}`]);
     });
     await config.recipe.prepare?.(config.options, say);
+    checkModel(config.options);
     prompts = await loadAllPrompts(config.options);
     if (config.options['run.resume']) {
       from = newestCheckpoint(config.options['run.dir']);
@@ -116,7 +118,9 @@ export async function main(argv: readonly string[]): Promise<number> {
   } catch (error) {
     progress.clear();
     console.error(`The run stopped: ${messageOf(error)}`);
-    console.error(`Continue it with: npx tsx molt/loop.ts ${argv[0]} --resume --run.dir ${runDir}`);
+    console.error(
+      `Continue it with: npx tsx molt/loop.ts ${[...resumable(argv), '--resume', '--run.dir', runDir].join(' ')}`,
+    );
     return 1;
   } finally {
     workers.close();
@@ -129,17 +133,23 @@ export async function main(argv: readonly string[]): Promise<number> {
   }
 }
 
-/** The first signal asks to finish the step; until there is one to finish, and the second time, it ends everything. */
+/**
+ * The first signal asks to finish the step; until there is one to finish, and the second time, it ends everything. One
+ * Ctrl-C in a terminal reaches us up to three times within milliseconds: from the terminal, and again through npm and tsx.
+ */
 function listenForSignals(launcher: Launcher, runDir: string): Stopper {
   const stopper: Stopper = { signal: null, hasSteps: false, onFirst: () => {} };
+  let firstAt = 0;
   for (const signal of ['SIGINT', 'SIGTERM'] as const) {
     process.on(signal, () => {
+      if (stopper.signal && performance.now() - firstAt < RELAYED_MS) return;
       if (stopper.signal || !stopper.hasSteps) {
         launcher.killAllNow();
         rmSync(join(runDir, 'controller.pid'), { force: true });
         process.exit(EXIT_CODES[signal]);
       }
       stopper.signal = signal;
+      firstAt = performance.now();
       console.error(`\n${signal}: finishing the step, then saving; once more to stop at once`);
       stopper.onFirst();
     });
@@ -197,7 +207,25 @@ function isAlive(pid: number): boolean {
   }
 }
 
-// ---- Prompts ----
+// ---- Model and prompts ----
+
+/** What every model directory has; whether it loads, the workers tell. Throws ConfigError. */
+function checkModel(options: Options): void {
+  const kinds = [options['engine.kind'], options['trainer.kind'], options['tokenizer.kind']];
+  if (kinds.every((kind) => kind === 'simulated')) return;
+  const dir = options['actor.model_name_or_path'];
+  const names = existsSync(dir) ? readdirSync(dir) : null;
+  const problem = (text: string) => new ConfigError([`--actor.model_name_or_path ${dir}: ${text}`]);
+  if (names === null) throw problem('no such directory');
+  const wanted: [string, RegExp][] = [
+    ['config.json', /^config\.json$/],
+    ['tokenizer.json', /^tokenizer\.json$/],
+    ['*.safetensors', /\.safetensors$/],
+  ];
+  const missing = wanted.filter(([, pattern]) => !names.some((name) => pattern.test(name))).map(([name]) => name);
+  if (missing.length > 0)
+    throw problem(`has no ${missing.join(', no ')}: a directory in Hugging Face format is needed`);
+}
 
 interface Prompts {
   readonly stream: PromptStream;
@@ -294,7 +322,7 @@ async function train(args: Train): Promise<void> {
   const limits = {
     maxTurns: options['rollout.max_turns'],
     maxTokens: options['data.max_len'],
-    deadlineMs: options['rollout.deadline_s'] * 1000,
+    deadlineMs: Math.round(options['rollout.deadline_s'] * 1000),
   };
   const sampling = (temperature: number, samplingSeed: number): Sampling => ({
     temperature,
@@ -340,7 +368,7 @@ async function train(args: Train): Promise<void> {
           sampling: sampling(options['rollout.temperature'], rolloutSeed),
           limits,
         };
-        void dispatch.run(job).then(book); // neither rejects
+        dispatch.run(job).then(book).catch(workers.fail);
       }
     }
   };
@@ -536,7 +564,7 @@ async function train(args: Train): Promise<void> {
 
   // The end
   if (savedAt !== step && (stopper.signal || !options['ckpt.disable_final_save'])) await checkpoint();
-  if (!stopper.signal && step > (from?.state.step ?? 0)) await evaluateNow(true);
+  if (!stopper.signal) await evaluateNow(true);
   say(stopper.signal ? `Stopped after step ${step}` : `Done: ${step} steps, policy version ${refit.version}`);
   say(`Run directory ${runDir}`);
 }
@@ -708,6 +736,14 @@ async function probeRows(tokenizer: Worker, prompt: Prompt, vocabSize: number, m
 function messageOf(error: unknown): string {
   if (!(error instanceof Error)) return String(error);
   return (process.env.MOLT_DEBUG && error.stack) || error.message;
+}
+
+/** The command line without what names or resumes a run directory; words with spaces quoted. */
+function resumable(argv: readonly string[]): string[] {
+  const words = argv.filter(
+    (word, i) => !/^--(run\.dir|run\.resume|resume)(=|$)/.test(word) && argv[i - 1] !== '--run.dir',
+  );
+  return words.map((word) => (/^[\w./:=,-]+$/.test(word) ? word : `'${word.replaceAll("'", "'\\''")}'`));
 }
 
 /** A seed below 2^53 that depends on everything it is given. */

@@ -32,6 +32,8 @@ export interface Workers {
   readonly ready: Promise<Facts>;
   /** The work, or the failure that makes it pointless, whichever comes first. */
   readonly orFatal: <T>(work: Promise<T>) => Promise<T>;
+  /** Makes `orFatal` reject: for an error of ours that nobody awaits. */
+  readonly fail: (error: Error) => void;
   /** From here on a lost worker is no news. Processes are ended by launch.ts. */
   readonly close: () => void;
 }
@@ -99,7 +101,11 @@ export function openWorkers(args: {
   const tokenizerLost = tokenizer.peer.lost.then((reason) => {
     throw new Error(`The tokenizer is gone: ${reason.message}\n${logTail(tokenizer, 20)}`);
   });
-  const fatal = Promise.race([trainer.failed, generator.failed, dispatch.failed, tokenizerLost]);
+  let fail: (error: Error) => void = () => {};
+  const broken = new Promise<never>((_, reject) => {
+    fail = reject;
+  });
+  const fatal = Promise.race([broken, trainer.failed, generator.failed, dispatch.failed, tokenizerLost]);
   fatal.catch(() => {}); // also when the run ends as it should
   const orFatal = <T>(work: Promise<T>): Promise<T> => {
     work.catch(() => {}); // when `fatal` wins
@@ -142,7 +148,7 @@ export function openWorkers(args: {
     dispatch.close();
     trainer.close();
   };
-  return { tokenizer, trainer, generator, refit, dispatch, numRanks: ranks.length, dtype, ready, orFatal, close };
+  return { tokenizer, trainer, generator, refit, dispatch, numRanks: ranks.length, dtype, ready, orFatal, fail, close };
 }
 
 // ---- What each process is started with ----

@@ -226,6 +226,8 @@ describe('stopping and resuming', () => {
       await it.printed('step   2/500');
       const children = descendants(it.child.pid ?? 0);
       it.child.kill('SIGINT');
+      await it.printed('finishing the step');
+      it.child.kill('SIGINT'); // npm and tsx relay the same Ctrl-C again
       expect(await it.exit, it.out).toBe(130);
       expect(children.filter((pid) => !isGone(pid))).toEqual([]);
       const stopped = Number(/Stopped after step (\d+)/.exec(it.out)?.[1]);
@@ -248,6 +250,7 @@ describe('stopping and resuming', () => {
       const children = descendants(it.child.pid ?? 0);
       it.child.kill('SIGINT');
       await it.printed('finishing the step');
+      await new Promise((resolve) => setTimeout(resolve, 700)); // sooner it would be the same Ctrl-C, relayed by npm or tsx
       it.child.kill('SIGINT');
       expect(await it.exit, it.out).toBe(130);
       await expect.poll(() => children.filter((pid) => !isGone(pid)), { timeout: 10_000 }).toEqual([]);
@@ -330,6 +333,27 @@ describe('failures', () => {
   );
 
   test(
+    'an engine whose successor dies while it joins is replaced again',
+    async () => {
+      const script = JSON.stringify({
+        failures: [
+          { worker: 'engine-0', what: 'exit', on: 'generate', nth: 24 },
+          { worker: 'engine-0', incarnation: 1, what: 'exit', on: 'resume', nth: 1 },
+          { worker: 'engine-0', incarnation: 2, what: 'exit', on: 'load_weights', nth: 1 },
+        ],
+      });
+      const it = run('joins', '--simulated.script', script, '--eval.dataset', 'none', '--train.num_steps', '3');
+      expect(await it.exit, it.out).toBe(0);
+      expect(metrics('joins').steps.map((l) => [l.rollouts, l.restarts])).toEqual([
+        [16, 0],
+        [16, 3],
+        [16, 3],
+      ]);
+    },
+    LIMIT_MS,
+  );
+
+  test(
     'a runner that dies is replaced and its rollouts are tried again',
     async () => {
       const it = new Run(
@@ -374,6 +398,9 @@ describe('failures', () => {
   test(
     'bad options are all named, with status 2, before anything starts',
     async () => {
+      const noModel = run('no-model', '--tokenizer.kind', 'python', '--actor.model_name_or_path', 'test/fixtures');
+      expect(await noModel.exit).toBe(2);
+      expect(noModel.out).toContain('--actor.model_name_or_path test/fixtures: has no config.json, no tokenizer.json');
       const it = run('bad', '--train.num_stepz', '5', '--rollout.temperature', '-1');
       expect(await it.exit).toBe(2);
       expect(it.out).toContain('--train.num_steps');

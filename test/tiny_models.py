@@ -38,17 +38,19 @@ SPECIALS = [
     "<tool_response>",
     "</tool_response>",
 ]
-VOCAB_SIZE = 265  # 256 bytes, 7 specials, two ids that no text uses; odd, so that two ranks have unequal shares
+VOCAB_SIZE = 265  # 256 bytes, 7 specials, two unused ids; odd, so that two ranks have unequal shares
 IM_END = 256 + SPECIALS.index("<|im_end|>")
 
 CHAT_TEMPLATE = (
     "{%- if tools %}<|im_start|>system\nTools:\n"
     "{%- for t in tools %}{{ t | tojson }}\n{% endfor %}<|im_end|>\n{% endif %}"
     "{%- for m in messages %}"
-    "{%- if m.role == 'tool' %}<|im_start|>user\n<tool_response>\n{{ m.content }}\n</tool_response><|im_end|>\n"
+    "{%- if m.role == 'tool' %}"
+    "<|im_start|>user\n<tool_response>\n{{ m.content }}\n</tool_response><|im_end|>\n"
     "{%- else %}<|im_start|>{{ m.role }}\n{{ m.content or '' }}"
     "{%- for c in m.tool_calls or [] %}"
-    '<tool_call>\n{"name": "{{ c.function.name }}", "arguments": {{ c.function.arguments | tojson }}}\n</tool_call>'
+    '<tool_call>\n{"name": "{{ c.function.name }}", '
+    '"arguments": {{ c.function.arguments | tojson }}}\n</tool_call>'
     "{%- endfor %}<|im_end|>\n"
     "{%- endif %}"
     "{%- endfor %}"

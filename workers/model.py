@@ -169,8 +169,8 @@ def wrap(model, mesh_manager, *, param_dtype: torch.dtype):
     FSDP2 groups: every decoder layer, then the root (embedding, last norm, lm_head).
 
     The lm_head has no group of its own: it is called once per chunk, and a group would communicate once per
-    call, a number that differs between ranks. A tied head is tied before: FSDP would take two weights for two, and
-    with unequal shards give each a storage of its own, of which the optimizer moves one.
+    call, a number that differs between ranks. A tied head is tied before: else FSDP takes it for a second
+    weight and, where shards are unequal, gives it a storage of its own, of which the optimizer moves one.
     """
     if model.config.tie_word_embeddings:
         model.get_output_embeddings().weight = model.get_input_embeddings().weight
