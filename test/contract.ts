@@ -175,7 +175,8 @@ function trainerOptions(cell: Cell, args: { name: string; model: string; worldSi
     attn_implementation: 'sdpa',
     gradient_checkpoint: false,
     logprob_chunk: 64,
-    optim: { lr: 0.01, betas: [0.9, 0.95], eps: 1e-8, weight_decay: 0, max_norm: 1 },
+    // eps well above rounding: at 1e-8 AdamW turns the rounding of a vanishing gradient (an id no text uses) into a step.
+    optim: { lr: 0.01, betas: [0.9, 0.95], eps: 1e-5, weight_decay: 0, max_norm: 1 },
     seed: 0,
     deterministic: true,
   };
