@@ -45,7 +45,7 @@ join_group_of_one()
 @pytest.fixture(scope="module")
 def models(tmp_path_factory) -> dict[str, str]:
     root = tmp_path_factory.mktemp("models")
-    kinds = ["dense_tied", "moe", "dense_untied"]
+    kinds = ["dense_tied", "moe", "dense_untied", "dense_tied_odd"]
     return {kind: make_model(kind, root / kind, seed=i) for i, kind in enumerate(kinds)}
 
 
@@ -596,7 +596,7 @@ def test_a_rank_answers_over_the_wire_survives_bad_requests_and_dies_of_a_failur
     assert "No such file or directory" in answer.fields["traceback"]
 
 
-@pytest.mark.parametrize("kind", ["dense_tied", "moe"])
+@pytest.mark.parametrize("kind", ["dense_tied_odd", "moe"])
 def test_two_ranks_push_the_weights_that_they_have_just_trained(kind, models, start, tmp_path):
     ranks = start(kind, 2)
     push = {"version": 0, "transport": "file", "path": str(tmp_path / "segment")}

@@ -28,7 +28,7 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
-KINDS = ("dense_tied", "dense_untied", "moe", "llama")
+KINDS = ("dense_tied", "dense_untied", "moe", "llama")  # and dense_tied_odd, with a vocabulary of odd size
 SPECIALS = [
     "<|endoftext|>",
     "<|im_start|>",
@@ -38,7 +38,7 @@ SPECIALS = [
     "<tool_response>",
     "</tool_response>",
 ]
-VOCAB_SIZE = 265  # 256 bytes, 7 specials, two unused ids; odd, so that two ranks have unequal shares
+VOCAB_SIZE = 264  # 256 bytes, 7 specials, one id that no text uses
 IM_END = 256 + SPECIALS.index("<|im_end|>")
 
 CHAT_TEMPLATE = (
@@ -74,7 +74,7 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
 
 def make_config(kind: str):
     shape: dict[str, Any] = {
-        "vocab_size": VOCAB_SIZE,
+        "vocab_size": VOCAB_SIZE + (kind == "dense_tied_odd"),  # odd: two ranks have unequal shares
         "hidden_size": 64,
         "intermediate_size": 128,
         "num_hidden_layers": 3 if kind == "moe" else 2,
@@ -86,7 +86,7 @@ def make_config(kind: str):
         "eos_token_id": IM_END,
         "pad_token_id": 256,
         "bos_token_id": None,
-        "tie_word_embeddings": kind == "dense_tied",
+        "tie_word_embeddings": kind in ("dense_tied", "dense_tied_odd"),
     }
     experts: dict[str, Any] = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
     if kind == "moe":
@@ -94,7 +94,7 @@ def make_config(kind: str):
         return Qwen3MoeConfig(**(shape | experts), norm_topk_prob=True, mlp_only_layers=[0])
     if kind == "llama":
         return LlamaConfig(**shape)
-    if kind in ("dense_tied", "dense_untied"):
+    if kind in ("dense_tied", "dense_tied_odd", "dense_untied"):
         return Qwen3Config(**shape)
     raise ValueError(f"Unknown kind of tiny model: {kind!r}, want one of {', '.join(KINDS)}")
 
