@@ -12,10 +12,10 @@
  * Called by runner.ts, one call of `runEnv` per rollout. Elsewhere called: environment, verifier, reward function.
  */
 import { resolve } from 'node:path';
-import { pathToFileURL } from 'node:url';
 import type { SampledTurn, TurnNode } from './session.ts';
 import { Session } from './session.ts';
 import type { EndReason, Json, Message, Sampling, ToolCall, Trajectory } from './types.ts';
+import { failureText, importUserModule } from './user_module.ts';
 
 // ---- What a user writes ----
 
@@ -63,30 +63,31 @@ export interface Env {
 
 export type AgentFactory = () => Env;
 
-/** Import the module of `train.agent_path`. Throws an error that names the file and what is wrong with it. */
+/** Import the module of `train.agent_path`. Throws an Error with one line that says what is wrong with it. */
 export async function loadAgent(path: string): Promise<AgentFactory> {
-  let module: Record<string, unknown>;
-  try {
-    module = (await import(pathToFileURL(resolve(path)).href)) as Record<string, unknown>;
-  } catch (error) {
-    throw new Error(`Cannot load agent ${path}: ${(error as Error).message}`);
-  }
-  const agent = module.agent;
+  const { agent, ...others } = await importUserModule(path);
   if (typeof agent !== 'function') {
-    throw new Error(
-      `Agent ${path} must export \`agent\`, a class or a function that makes an Env; it exports ${Object.keys(module).join(', ') || 'nothing'}`,
-    );
+    const found = Object.keys(others).join(', ') || 'nothing else';
+    throw new Error(`must export \`agent\`, a class or a function that makes an Env; it exports ${found}`);
   }
   const make = /^class\b/.test(Function.prototype.toString.call(agent))
     ? () => new (agent as new () => Env)()
     : (agent as AgentFactory);
-  const probe: unknown = make();
-  for (const method of ['reset', 'step']) {
-    if (typeof (probe as Record<string, unknown> | null)?.[method] !== 'function') {
-      throw new Error(`Agent ${path} has no ${method}(): an Env needs reset(task) and step(turn)`);
-    }
+  let probe: unknown;
+  try {
+    probe = make();
+  } catch (error) {
+    throw new Error(`its agent cannot be made: ${failureText(error, resolve(path))}`);
   }
-  await closed(probe as Env);
+  for (const method of ['reset', 'step']) {
+    if (typeof (probe as Record<string, unknown> | null | undefined)?.[method] !== 'function')
+      throw new Error(`its agent has no ${method}(): an Env needs reset(task) and step(turn)`);
+  }
+  try {
+    await closed(probe as Env);
+  } catch (error) {
+    throw new Error(`its close() fails on an agent that was not used: ${failureText(error, resolve(path))}`);
+  }
   return make;
 }
 

@@ -68,6 +68,8 @@ const BUS_LINGER_MS = 400;
 const LINK_LINGER_MS = 1_500;
 const CLOSE_MS = 1_000;
 const EXIT_REFUSED = 3;
+/** A worker that cannot use what it was given (a model, an agent, a script) prints one line and exits with this. */
+export const EXIT_BAD_INPUT = 4;
 
 const LETTERS: Readonly<Record<string, string>> = { engine: 'E', trainer: 'T', tokenizer: 'K', runner: 'R' };
 
@@ -175,7 +177,8 @@ export class Peer {
 
 export interface ListenOptions {
   readonly heartbeatMs?: number; // told to workers in `welcome`
-  readonly endpoint?: string; // default: loopback, a free port
+  readonly endpoint?: string; // default: loopback
+  readonly port?: number; // of the default endpoint; 0 or absent: a free one
   readonly onError?: (error: Error) => void; // errors of event handlers; default: end the process
 }
 
@@ -193,7 +196,7 @@ export class Bus {
   #closed = false;
 
   static async listen(options: ListenOptions = {}): Promise<Bus> {
-    const endpoint = options.endpoint ?? 'tcp://127.0.0.1:*';
+    const endpoint = options.endpoint ?? `tcp://127.0.0.1:${options.port || '*'}`;
     if (!isLoopback(endpoint)) {
       throw new Error(`Cannot listen on ${endpoint}: without encryption only loopback addresses are served`);
     }

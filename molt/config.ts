@@ -16,9 +16,9 @@
  */
 import { existsSync, readdirSync, readFileSync } from 'node:fs';
 import { join, relative, resolve } from 'node:path';
-import { pathToFileURL } from 'node:url';
 import yargs from 'yargs';
 import type { Json } from './types.ts';
+import { importUserModule } from './user_module.ts';
 
 // ---- The shape of a row ----
 
@@ -176,6 +176,10 @@ export const OPTIONS = {
     min: 1,
   }),
   'train.max_staleness': int(0, 'refits between sampling and training of a token; 0 = synchronous', { min: 0 }),
+  'train.partial_rollout_enable': bool(
+    false,
+    'requests go on across a refit, so that a trajectory may hold tokens of several versions',
+  ),
 
   'actor.model_name_or_path': text('', 'directory of the policy in Hugging Face format'),
   'actor.adam.lr': float(1e-6, 'peak learning rate of AdamW', { above: 0 }),
@@ -329,6 +333,7 @@ export const OPTIONS = {
   'ckpt.save_hf': bool(false, 'a Hugging Face directory next to each checkpoint', { effect: SAVED }),
   'ckpt.disable_final_save': bool(false, 'no checkpoint at the end of the run'),
 
+  'launch.port': int(0, 'port of the controller on the loopback interface; 0 = any free one', { min: 0, max: 65535 }),
   'launch.silence_s': float(60, 'seconds without a sign of life after which a worker is killed', { above: 0 }),
   'launch.ready_s': float(600, 'the same while it loads its model', { above: 0 }),
   'launch.max_restarts': int(3, 'restarts of one engine or runner before the run goes on without it', { min: 0 }),
@@ -384,7 +389,15 @@ const CHECKS: readonly Check[] = [
   {
     options: ['train.max_staleness'],
     problem: (o) =>
-      o['train.max_staleness'] > 0 ? 'sync only: asynchronous training is not available, allowed is 0' : null,
+      o['train.max_staleness'] > 0 ? 'asynchronous training is not available in this version, allowed is 0' : null,
+  },
+  {
+    options: ['train.partial_rollout_enable', 'algo.advantage.is_correction_level'],
+    problem: (o) => {
+      if (!o['train.partial_rollout_enable']) return null;
+      const corrected = o['algo.advantage.is_correction_level'] !== 'off';
+      return `${corrected ? '' : 'needs importance correction (--algo.advantage.is_correction_level token), and '}is not available in this version: sampling and training take turns`;
+    },
   },
   {
     options: ['train.agent_path'],
@@ -408,7 +421,9 @@ const CHECKS: readonly Check[] = [
   {
     options: ['engine.kind'],
     problem: (o) =>
-      o['engine.kind'] === 'vllm' ? 'not available: this version samples with torch or simulated engines' : null,
+      o['engine.kind'] === 'vllm'
+        ? 'not available in this version, and installing vllm does not help yet: engines are torch or simulated'
+        : null,
   },
   {
     options: ['algo.advantage.estimator', 'rollout.n_samples_per_prompt'],
@@ -466,7 +481,10 @@ function isFilled(directory: string): boolean {
 
 // ---- Recipes ----
 
-/** What a recipe decides. `prepare` runs once after the checks and before any process, for example to make a model. */
+/**
+ * What a recipe decides. `prepare` runs once, before any worker: it may make the model or install packages. What it makes
+ * is checked after it, everything else (agent, run directory, Python) before.
+ */
 export interface Recipe {
   readonly options?: Partial<Options>;
   readonly prepare?: (options: Options, say: (line: string) => void) => void | Promise<void>;
@@ -672,12 +690,11 @@ async function importRecipe(name: string | null, path: string, problems: string[
     problems.push(`Recipe ${name}: ${why}`);
     return NO_RECIPE;
   };
-  if (!existsSync(path)) return refuse('no such file');
   let module: Record<string, unknown>;
   try {
-    module = (await import(pathToFileURL(path).href)) as Record<string, unknown>;
+    module = await importUserModule(path);
   } catch (error) {
-    return refuse(`cannot be loaded: ${error instanceof Error ? (error.stack ?? error.message) : String(error)}`);
+    return refuse(messageOf(error));
   }
   const recipe = module.default;
   if (!isRecord(recipe)) return refuse('must have `export default defineRecipe({ ... })`');
@@ -898,7 +915,17 @@ function tail(name: string): string {
   return name.slice(name.lastIndexOf('.') + 1);
 }
 
+/** What the same thing is called here: names that users of other systems type. */
+const ELSEWHERE: Readonly<Record<string, string>> = {
+  'train.async_queue_size': 'the bound on asynchrony is --train.max_staleness, counted in refits',
+  'rollout.batch_size': 'prompt groups of a step are --train.batch_size',
+  'rollout.generate_max_len': 'it is --rollout.max_new_tokens, per turn',
+  'train.num_episodes': 'the length of a run is --train.num_steps',
+};
+
 function suggestion(name: string): string {
+  const here = ELSEWHERE[name.replaceAll('-', '_')];
+  if (here !== undefined) return `; ${here}`;
   const near = nearest(name, optionNames());
   return near === null ? ' (--help lists them all)' : `, did you mean --${near}?`;
 }

@@ -18,9 +18,9 @@ import { createReadStream } from 'node:fs';
 import { readFile, stat } from 'node:fs/promises';
 import { resolve } from 'node:path';
 import { createInterface } from 'node:readline';
-import { pathToFileURL } from 'node:url';
 import { ConfigError } from './config.ts';
 import type { Json, Prompt } from './types.ts';
+import { failureText, importUserModule } from './user_module.ts';
 
 export type Split = 'train' | 'heldout';
 
@@ -120,6 +120,11 @@ export class PromptStream {
     this.#seed = args.seed;
     this.#shuffle = args.shuffle;
     this.#order = this.#orderOf(0);
+  }
+
+  /** Prompts of one epoch. */
+  get size(): number {
+    return this.#set.items.length;
   }
 
   next(): Prompt {
@@ -265,9 +270,24 @@ async function* jsonList(path: string, problems: Problems): AsyncGenerator<Found
 const MODULE_FIELDS = new Set(['input', 'label', 'tools']);
 
 async function* moduleItems(options: DataOptions, problems: Problems): AsyncGenerator<Found> {
-  const module = (await import(pathToFileURL(resolve(options.path)).href)) as Record<string, unknown>;
+  let module: Record<string, unknown>;
+  try {
+    module = await importUserModule(options.path);
+  } catch (error) {
+    return problems.add((error as Error).message);
+  }
   if (typeof module.prompts !== 'function') return problems.add('does not export a function `prompts`');
-  const prompts = await (module.prompts as PromptsFunction)({ split: options.split, seed: options.seed });
+  try {
+    yield* givenItems(
+      await (module.prompts as PromptsFunction)({ split: options.split, seed: options.seed }),
+      problems,
+    );
+  } catch (error) {
+    problems.add(`its \`prompts\` failed: ${failureText(error, resolve(options.path))}`);
+  }
+}
+
+async function* givenItems(prompts: unknown, problems: Problems): AsyncGenerator<Found> {
   if (
     typeof prompts !== 'object' ||
     prompts === null ||
@@ -276,11 +296,11 @@ async function* moduleItems(options: DataOptions, problems: Problems): AsyncGene
     return problems.add(`its \`prompts\` must give a list or another iterable, got ${kindOf(prompts)}`);
   }
   let number = 0;
-  for await (const record of prompts) {
+  for await (const record of prompts as Iterable<unknown>) {
     number += 1;
     if (number > MAX_PROMPTS) return problems.add(`gives more than ${MAX_PROMPTS} prompts; \`prompts\` must end`);
     const where = `prompt ${number}`;
-    for (const key of Object.keys(kindOf(record) === 'an object' ? record : {})) {
+    for (const key of Object.keys(kindOf(record) === 'an object' ? (record as object) : {})) {
       if (!MODULE_FIELDS.has(key))
         problems.add(`${where}: unknown field ${key}, allowed are ${[...MODULE_FIELDS].join(', ')}`);
     }

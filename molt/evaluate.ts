@@ -26,7 +26,7 @@ export async function evaluate(args: {
   seed: (prompt: number, sample: number) => number;
   limits: Job['limits'];
   name: string; // tells rollout ids of one evaluation from another's
-  onRollout: (done: number, of: number) => void;
+  onRollout: (rollout: Rollout, done: number, of: number) => void;
 }): Promise<Evaluation> {
   const { dispatch, prompts, samplesPerPrompt, sampling, seed, limits, name } = args;
   const total = prompts.length * samplesPerPrompt;
@@ -45,7 +45,7 @@ export async function evaluate(args: {
             sampling: { ...sampling, seed: seed(p, s) },
             limits,
           });
-          args.onRollout(++done, total);
+          args.onRollout(rollout, ++done, total);
           return rollout;
         }),
       ),

@@ -11,17 +11,18 @@
  *      of a peer that was lost in any other way is killed.
  *   4. A silent child is killed only after silenceMs (silenceReadyMs until `ready`), counted in turns of this
  *      process's own clock: time in which this event loop was held up counts for nobody.
+ * `npx tsx molt/launch.ts --doctor RECIPE` only checks whether a run could start (preflight.ts).
  * The secret travels by stdin, never by argv or environment. Children are not reached by a terminal's Ctrl-C: whoever
  * handles signals calls stopAll or killAllNow. Not here: other hosts, restarts (generator.ts, dispatch.ts decide them).
  */
 import { type ChildProcess, spawn } from 'node:child_process';
 import { randomBytes } from 'node:crypto';
-import { closeSync, existsSync, fstatSync, mkdirSync, openSync, readSync } from 'node:fs';
+import { closeSync, existsSync, fstatSync, mkdirSync, openSync, readSync, realpathSync } from 'node:fs';
 import { createRequire } from 'node:module';
 import { dirname, isAbsolute, join, resolve } from 'node:path';
 import { setTimeout as sleep } from 'node:timers/promises';
 import { fileURLToPath, pathToFileURL } from 'node:url';
-import type { Bus, Peer } from './bus.ts';
+import { type Bus, EXIT_BAD_INPUT, type Peer } from './bus.ts';
 import { invariant, type Json } from './types.ts';
 
 const ROOT = resolve(dirname(fileURLToPath(import.meta.url)), '..');
@@ -83,6 +84,8 @@ export interface LauncherArgs {
 export class Launcher {
   readonly #args: LauncherArgs;
   readonly #print: (text: string) => void;
+  /** What workers said that ended with EXIT_BAD_INPUT: the user's to mend. */
+  readonly refusals: string[] = [];
   readonly #processes = new Set<Process>();
   #timer: NodeJS.Timeout | undefined;
   #lastTick = 0;
@@ -155,6 +158,7 @@ export class Launcher {
       clearInterval(this.#timer);
       this.#timer = undefined;
     }
+    if (code === EXIT_BAD_INPUT) this.refusals.push(logTail(proc.workers[0] as Worker, 1));
     await sleep(LAST_WORDS_MS);
     const how = signal ? `was ended by ${signal}` : code === null ? 'could not be started' : `exited with code ${code}`;
     for (const worker of proc.workers.filter(({ peer }) => !peer.isLost)) {
@@ -299,4 +303,18 @@ export function logTail(worker: Worker, lines: number): string {
   } finally {
     closeSync(file);
   }
+}
+
+// ---- Entry ----
+
+if (process.argv[1] && realpathSync(process.argv[1]) === fileURLToPath(import.meta.url)) {
+  const words = process.argv.slice(2).filter((word) => word !== '--doctor');
+  if (words.length === process.argv.length - 2) {
+    console.error('Usage: npx tsx molt/launch.ts --doctor RECIPE [--option value ...]   (training: molt/loop.ts)');
+    process.exit(2);
+  }
+  // loop.ts imports this file, so it is loaded only once this one has been: by name, and not waited for here.
+  void import(new URL('./loop.ts', import.meta.url).href)
+    .then(({ doctor }: { doctor: (argv: readonly string[]) => Promise<number> }) => doctor(words))
+    .then((code) => process.exit(code));
 }

@@ -53,11 +53,19 @@ export class Ledger {
   #lines: string[] = [];
   readonly #timer: NodeJS.Timeout;
 
-  constructor(runDir: string) {
+  /** `onError`: the disk does not take it; a run that cannot keep its record must not go on. */
+  constructor(runDir: string, onError: (error: Error) => void) {
     const dir = join(runDir, 'ledger');
     mkdirSync(dir, { recursive: true });
     this.#path = join(dir, 'events.jsonl');
-    this.#timer = setInterval(() => this.flush(), FLUSH_MS);
+    this.#timer = setInterval(() => {
+      try {
+        this.flush();
+      } catch (error) {
+        clearInterval(this.#timer);
+        onError(error as Error);
+      }
+    }, FLUSH_MS);
     this.#timer.unref();
   }
 
@@ -65,10 +73,14 @@ export class Ledger {
     this.#lines.push(`${JSON.stringify({ time: Date.now(), ...event })}\n`);
   }
 
-  /** Throws when the disk is full: a run that cannot keep its record must not go on. */
+  /** Throws with the path when the disk does not take it. */
   flush(): void {
     if (this.#lines.length === 0) return;
-    appendFileSync(this.#path, this.#lines.join(''));
+    try {
+      appendFileSync(this.#path, this.#lines.join(''));
+    } catch (error) {
+      throw new Error(`Cannot write ${this.#path}: ${(error as Error).message}`);
+    }
     this.#lines = [];
   }
 

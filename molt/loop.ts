@@ -14,21 +14,21 @@
  *
  * This version is synchronous (max_staleness 0): what is trained at version V was sampled by version V.
  *
- * Exit codes: 0 done; 1 failed, with the cause on the terminal; 2 bad options, nothing was started; 130 and 143
- * stopped by SIGINT or SIGTERM: the step was finished and a checkpoint saved. A second signal stops at once and leaves
- * the last checkpoint to resume from.
+ * Exit codes: 0 done; 1 failed, with the cause on the terminal; 2 bad input (options, data, model, agent, environment):
+ * nothing was trained; 130 and 143 stopped by SIGINT or SIGTERM: the step was finished and a checkpoint saved. A second
+ * signal stops at once and leaves the last checkpoint to resume from.
  */
 import { createHash } from 'node:crypto';
-import { existsSync, mkdirSync, readdirSync, readFileSync, realpathSync, rmSync, writeFileSync } from 'node:fs';
-import { basename, join, resolve } from 'node:path';
+import { existsSync, mkdtempSync, realpathSync, rmSync } from 'node:fs';
+import { tmpdir } from 'node:os';
+import { join, resolve } from 'node:path';
 import { monitorEventLoopDelay } from 'node:perf_hooks';
 import { fileURLToPath } from 'node:url';
-import { loadAgent } from './agent.ts';
 import { Buffer, isTrainable } from './buffer.ts';
 import { Bus } from './bus.ts';
-import { type Checkpoint, newestCheckpoint, saveCheckpoint, writeSynced } from './checkpoint.ts';
+import { type Checkpoint, newestCheckpoint, saveCheckpoint } from './checkpoint.ts';
 import type { Config, Options } from './config.ts';
-import { ConfigError, changedOptions, configJson, formatConfig, HelpRequested, loadConfig } from './config.ts';
+import { ConfigError, formatConfig, HelpRequested, loadConfig } from './config.ts';
 import { loadPrompts, PromptStream, promptsOf, sharedInputs } from './data.ts';
 import type { Job } from './dispatch.ts';
 import { credit, standardDeviation } from './estimators.ts';
@@ -38,9 +38,12 @@ import { Launcher, type Worker } from './launch.ts';
 import { Ledger } from './ledger.ts';
 import { formatStep, MetricsWriter, Progress } from './metrics.ts';
 import { planBatch } from './packing.ts';
+import { checkModel, checkSurroundings, type Finding, findingsTable } from './preflight.ts';
 import type { Refit } from './refit.ts';
+import { closeRunDir, discardRunDir, openRunDir } from './run_dir.ts';
 import { learningRate, type StepResult } from './trainer.ts';
 import { type Group, invariant, type Prompt, type Rollout, type Sampling } from './types.ts';
+import { placeOf } from './user_module.ts';
 import { openWorkers, type Workers } from './workers.ts';
 
 /** Parity bounds (DESIGN, invariant 3.4): mean |dlogp| of a step or of the probes at the start. */
@@ -63,44 +66,131 @@ const EXIT_CODES = { SIGINT: 130, SIGTERM: 143 } as const;
 // ---- Entry ----
 
 export async function main(argv: readonly string[]): Promise<number> {
-  const say = (line: string) => console.log(line);
-  let config: Config;
-  let prompts: Prompts;
-  let from: Checkpoint | null = null;
-  let runDir: string;
   try {
-    config = await loadConfig(argv);
-    say(formatConfig(config));
-    await loadAgent(config.options['train.agent_path']).catch((error: Error) => {
-      throw new ConfigError([`--train.agent_path: ${error.message}`]);
+    const prepared = await prepare(argv, []);
+    const runDir = openRunDir(prepared.config);
+    say(`Run directory ${runDir}; starting workers, their logs are in logs/`);
+    return await withWorkers(prepared, runDir, async (context) => {
+      await train(context);
+      return context.stopper.signal ? EXIT_CODES[context.stopper.signal] : 0;
     });
-    await config.recipe.prepare?.(config.options, say);
-    checkModel(config.options);
-    prompts = await loadAllPrompts(config.options);
-    if (config.options['run.resume']) {
-      from = newestCheckpoint(config.options['run.dir']);
-      if (from) prompts.stream.restore(from.state.data);
-    }
-    runDir = openRunDir(config);
   } catch (error) {
-    if (error instanceof HelpRequested) {
-      console.log(error.text);
-      return 0;
-    }
-    const lines = error instanceof ConfigError ? error.lines : [`Cannot prepare the run: ${messageOf(error)}`];
-    for (const line of lines) console.error(line);
-    return 2;
+    return refused(error);
   }
-  say(`Run directory ${runDir}; starting workers, their logs are in logs/`);
-  const bus = await Bus.listen();
+}
+
+/** Everything short of training: every check, then the workers and the parity of engine and trainer. Prints a table. */
+export async function doctor(argv: readonly string[]): Promise<number> {
+  const findings: Finding[] = [];
+  const runDir = mkdtempSync(join(tmpdir(), 'molt-doctor-'));
+  try {
+    const prepared = await prepare(argv, findings);
+    const code = await withWorkers(prepared, runDir, async ({ config, prompts, workers }) => {
+      const facts = await workers.ready;
+      findings.push({ check: 'workers', status: 'ok', text: `ready after: ${facts.startup}` });
+      findings.push({ check: 'template', status: facts.templateExact ? 'ok' : 'warning', text: facts.templateNote });
+      workers.refit.probes = await probeRows(
+        workers.tokenizer,
+        prompts.example,
+        facts.vocabSize,
+        config.options['data.max_len'],
+      );
+      const bound = MISMATCH_BOUND[workers.dtype];
+      const { mean, max } = await workers.orFatal(workers.refit.parity());
+      const text = `mean |dlogp| ${mean.toExponential(1)}, max ${max.toExponential(1)}, allowed ${bound} (${workers.dtype})`;
+      findings.push({ check: 'parity', status: mean <= bound ? 'ok' : 'problem', text });
+      return 0;
+    });
+    console.log(findingsTable(findings));
+    return code !== 0 ? code : findings.some(({ status }) => status === 'problem') ? 2 : 0;
+  } catch (error) {
+    if (findings.length > 0) console.log(findingsTable(findings));
+    return findings.some(({ status }) => status === 'problem') ? 2 : refused(error);
+  } finally {
+    rmSync(runDir, { recursive: true, force: true });
+  }
+}
+
+/** What a run is made of, checked; no worker runs yet. */
+interface Prepared {
+  readonly argv: readonly string[];
+  readonly config: Config;
+  readonly prompts: Prompts;
+  readonly from: Checkpoint | null;
+}
+
+/** Throws ConfigError with every problem of a stage, or HelpRequested. What was found is also in `findings`. */
+async function prepare(argv: readonly string[], findings: Finding[]): Promise<Prepared> {
+  const config = await loadConfig(argv);
+  const { options, recipe } = config;
+  say(formatConfig(config));
+  const begun = performance.now();
+  // A recipe's `prepare` may make the model; without one the model can be looked at together with the rest.
+  let stage = [...(await checkSurroundings(options)), ...(recipe.prepare ? [] : checkModel(options))];
+  if (recipe.prepare) {
+    report(stage, findings);
+    stage = [];
+    try {
+      await recipe.prepare(options, say);
+    } catch (error) {
+      throw new ConfigError([`Recipe ${argv[0]}: prepare failed: ${messageOf(error)}`]);
+    }
+    stage = checkModel(options);
+  }
+  const [prompts, found] = await loadAllPrompts(options);
+  report([...stage, ...found], findings);
+  invariant(prompts, 'prompts without a problem are there');
+  let from: Checkpoint | null = null;
+  if (options['run.resume']) {
+    from = newestCheckpoint(options['run.dir']);
+    if (from) prompts.stream.restore(from.state.data);
+  }
+  say(
+    `Checks passed in ${((performance.now() - begun) / 1000).toFixed(1)} s: ${findings.map((f) => f.check).join(', ')}`,
+  );
+  return { argv, config, prompts, from };
+}
+
+/** Keep what a stage found, print its warnings. Throws ConfigError when it has problems. */
+function report(stage: readonly Finding[], findings: Finding[]): void {
+  findings.push(...stage);
+  for (const { check, status, text } of stage) if (status === 'warning') console.warn(`Warning (${check}): ${text}`);
+  const problems = stage.filter(({ status }) => status === 'problem').map(({ text }) => text);
+  if (problems.length > 0) throw new ConfigError(problems);
+}
+
+/** Print why nothing was started, one line for each problem. Returns the exit code. */
+function refused(error: unknown): number {
+  if (error instanceof HelpRequested) {
+    console.log(error.text);
+    return 0;
+  }
+  const lines = error instanceof ConfigError ? error.lines : [`Cannot prepare the run: ${messageOf(error)}`];
+  for (const line of lines) console.error(line);
+  return 2;
+}
+
+/**
+ * Start the workers of a run, do `work` with them, stop them. Returns the exit code; a failure of the work is printed with
+ * its cause. Workers that refuse what they were given (a model they cannot load) make it 2, as any other bad input.
+ */
+async function withWorkers(
+  prepared: Prepared,
+  runDir: string,
+  work: (context: Context) => Promise<number>,
+): Promise<number> {
+  const { argv, config, from } = prepared;
+  const bus = await Bus.listen({ port: config.options['launch.port'] });
   const launcher = new Launcher({
     bus,
     logDir: join(runDir, 'logs'),
     silenceMs: config.options['launch.silence_s'] * 1000,
     silenceReadyMs: config.options['launch.ready_s'] * 1000,
   });
-  const ledger = new Ledger(runDir);
+  const stopper = listenForSignals(launcher, runDir);
   const progress = new Progress();
+  let failLater: (error: Error) => void = () => {}; // the ledger is there before the workers
+  const ledger = new Ledger(runDir, (error) => failLater(error));
   const event = (name: string, detail: Record<string, string | number>) => {
     progress.clear();
     ledger.record({ kind: 'event', name, detail });
@@ -110,27 +200,42 @@ export async function main(argv: readonly string[]): Promise<number> {
         .join(', ')}`,
     );
   };
-  const stopper = listenForSignals(launcher, runDir);
   const workers = openWorkers({ options: config.options, runDir, bus, launcher, event });
+  failLater = workers.fail;
+  let code = 1;
   try {
-    await train({ config, prompts, from, runDir, bus, workers, ledger, stopper, progress, say });
-    return stopper.signal ? EXIT_CODES[stopper.signal] : 0;
+    code = await work({ ...prepared, runDir, bus, workers, ledger, stopper, progress });
   } catch (error) {
     progress.clear();
-    console.error(`The run stopped: ${messageOf(error)}`);
-    console.error(
-      `Continue it with: npx tsx molt/loop.ts ${[...resumable(argv), '--resume', '--run.dir', runDir].join(' ')}`,
-    );
-    return 1;
+    if (error instanceof ConfigError) code = refused(error);
+    else if (launcher.refusals.length > 0)
+      code = refused(new ConfigError(refusalLines(launcher.refusals, config.options)));
+    else {
+      console.error(`The run stopped: ${messageOf(error)}`);
+      if (existsSync(join(runDir, 'checkpoints'))) {
+        const resume = [...resumable(argv), '--resume', '--run.dir', runDir].join(' ');
+        console.error(`Continue it with: npx tsx molt/loop.ts ${resume}`);
+      }
+    }
   } finally {
     workers.close();
-    await launcher.stopAll(STOP_GRACE_MS);
+    await launcher.stopAll(code === 2 ? 0 : STOP_GRACE_MS);
     await bus.close();
-    ledger.close();
-    for (const name of ['weights', 'controller.pid', `rendezvous-${process.pid}`]) {
-      rmSync(join(runDir, name), { recursive: true, force: true }); // of use to running workers only
+    try {
+      ledger.close();
+    } catch (error) {
+      console.error(messageOf(error)); // of the disk that stopped the run
     }
+    closeRunDir(runDir);
+    if (code === 2 && from === null) discardRunDir(runDir);
   }
+  return code;
+}
+
+/** Refusals of workers, once each; what does not name its option is about the model. */
+function refusalLines(refusals: readonly string[], options: Options): string[] {
+  const model = `--actor.model_name_or_path ${options['actor.model_name_or_path']}`;
+  return [...new Set(refusals)].map((line) => (line.startsWith('--') ? line : `${model}: ${line}`));
 }
 
 /**
@@ -157,75 +262,11 @@ function listenForSignals(launcher: Launcher, runDir: string): Stopper {
   return stopper;
 }
 
-/** Make or reopen the directory of the run, with config.json and controller.pid in it. Throws ConfigError. */
-function openRunDir(config: Config): string {
-  const { options } = config;
-  let dir = options['run.dir'];
-  try {
-    if (dir === '') dir = newNumberedDir(basename(config.recipePath).replace(/\.[cm]?[jt]s$/, ''));
-    mkdirSync(join(dir, 'logs'), { recursive: true });
-    const pidFile = join(dir, 'controller.pid');
-    if (existsSync(pidFile) && isAlive(Number(readFileSync(pidFile, 'utf8')))) {
-      throw new ConfigError([`--run.dir ${dir}: in use by process ${readFileSync(pidFile, 'utf8').trim()}`]);
-    }
-    if (options['run.resume']) {
-      const saved = JSON.parse(readFileSync(join(dir, 'config.json'), 'utf8'));
-      for (const line of changedOptions(saved, config)) console.log(`Changed since the run began: ${line}`);
-    }
-    writeSynced(join(dir, 'config.json'), configJson(config));
-    writeFileSync(pidFile, `${process.pid}\n`);
-  } catch (error) {
-    if (error instanceof ConfigError) throw error;
-    throw new ConfigError([`--run.dir ${dir}: cannot be used: ${(error as Error).message}`]);
-  }
-  return resolve(dir);
+function say(line: string): void {
+  console.log(line);
 }
 
-function newNumberedDir(recipe: string): string {
-  mkdirSync('runs', { recursive: true });
-  const taken = readdirSync('runs').flatMap((name) =>
-    name.startsWith(`${recipe}-`) ? [Number(name.slice(recipe.length + 1))] : [],
-  );
-  for (let n = Math.max(0, ...taken.filter(Number.isInteger)) + 1; ; n++) {
-    const dir = join('runs', `${recipe}-${String(n).padStart(3, '0')}`);
-    try {
-      mkdirSync(dir); // fails when another run has just taken the number
-      return dir;
-    } catch (error) {
-      if ((error as NodeJS.ErrnoException).code !== 'EEXIST') throw error;
-    }
-  }
-}
-
-function isAlive(pid: number): boolean {
-  if (!Number.isInteger(pid) || pid <= 0 || pid === process.pid) return false;
-  try {
-    process.kill(pid, 0);
-    return true;
-  } catch (error) {
-    return (error as NodeJS.ErrnoException).code === 'EPERM';
-  }
-}
-
-// ---- Model and prompts ----
-
-/** What every model directory has; whether it loads, the workers tell. Throws ConfigError. */
-function checkModel(options: Options): void {
-  const kinds = [options['engine.kind'], options['trainer.kind'], options['tokenizer.kind']];
-  if (kinds.every((kind) => kind === 'simulated')) return;
-  const dir = options['actor.model_name_or_path'];
-  const names = existsSync(dir) ? readdirSync(dir) : null;
-  const problem = (text: string) => new ConfigError([`--actor.model_name_or_path ${dir}: ${text}`]);
-  if (names === null) throw problem('no such directory');
-  const wanted: [string, RegExp][] = [
-    ['config.json', /^config\.json$/],
-    ['tokenizer.json', /^tokenizer\.json$/],
-    ['*.safetensors', /\.safetensors$/],
-  ];
-  const missing = wanted.filter(([, pattern]) => !names.some((name) => pattern.test(name))).map(([name]) => name);
-  if (missing.length > 0)
-    throw problem(`has no ${missing.join(', no ')}: a directory in Hugging Face format is needed`);
-}
+// ---- Prompts ----
 
 interface Prompts {
   readonly stream: PromptStream;
@@ -233,8 +274,19 @@ interface Prompts {
   readonly example: Prompt; // for probes
 }
 
-/** Everything is read and checked before any process starts. Throws ConfigError. */
-async function loadAllPrompts(options: Options): Promise<Prompts> {
+/** Everything is read and checked before any process starts. Null when there is a problem, which the finding tells. */
+async function loadAllPrompts(options: Options): Promise<[Prompts | null, Finding[]]> {
+  try {
+    const prompts = await readAllPrompts(options);
+    const text = `${prompts.stream.size} to train on, ${prompts.heldOut.length} held out`;
+    return [prompts, [{ check: 'prompts', status: 'ok', text }]];
+  } catch (error) {
+    if (!(error instanceof ConfigError)) throw error;
+    return [null, error.lines.map((text) => ({ check: 'prompts', status: 'problem', text }))];
+  }
+}
+
+async function readAllPrompts(options: Options): Promise<Prompts> {
   const seed = options['train.seed'];
   const shared = {
     seed,
@@ -267,21 +319,18 @@ async function loadAllPrompts(options: Options): Promise<Prompts> {
 
 // ---- The loop ----
 
-interface Train {
-  readonly config: Config;
-  readonly prompts: Prompts;
-  readonly from: Checkpoint | null;
+/** A prepared run with its workers. */
+interface Context extends Prepared {
   readonly runDir: string;
   readonly bus: Bus;
   readonly workers: Workers;
   readonly ledger: Ledger;
   readonly stopper: Stopper;
   readonly progress: Progress;
-  readonly say: (line: string) => void;
 }
 
-async function train(args: Train): Promise<void> {
-  const { runDir, from, bus, workers, ledger, stopper, progress, say } = args;
+async function train(args: Context): Promise<void> {
+  const { runDir, from, bus, workers, ledger, stopper, progress } = args;
   const { options } = args.config;
   const { stream, heldOut, example } = args.prompts;
   const { trainer, generator, refit, dispatch, orFatal } = workers;
@@ -293,7 +342,7 @@ async function train(args: Train): Promise<void> {
 
   const facts = await workers.ready;
   say(`Workers are ready: ${facts.startup}`);
-  if (facts.templateNote !== null) say(`Chat template: ${facts.templateNote}`);
+  if (!facts.templateExact) say(`Warning (template): ${facts.templateNote}`);
 
   // Where to begin
   let step = 0;
@@ -316,7 +365,7 @@ async function train(args: Train): Promise<void> {
     await orFatal(refit.resumeAt(from.state.version));
     say(`Resumed at step ${step}, policy version ${refit.version}, from ${from.path}`);
   }
-  await checkParity(refit, workers.dtype, options['rollout.mismatch_stop'] === 'on', say);
+  await checkParity(refit, workers.dtype, options['rollout.mismatch_stop'] === 'on');
 
   // Rollouts, for training and for evaluation alike
   const limits = {
@@ -339,9 +388,10 @@ async function train(args: Train): Promise<void> {
     minMembers: groupSize > 1 ? 2 : 1,
     maxStaleness: options['train.max_staleness'],
   });
-  const failures = new FailureWindow(options['rollout.max_failure_rate']);
+  const failures = new FailureWindow(options['rollout.max_failure_rate'], options['train.agent_path']);
   const drops = new Map<string, number>();
   let wake: () => void = () => {};
+  let hasTrained = false; // a step in this process
 
   /** Admit prompts while there is capacity. Every rollout that ends is booked and wakes the loop. */
   const admit = () => {
@@ -387,7 +437,7 @@ async function train(args: Train): Promise<void> {
   const nextBatch = async (): Promise<readonly Group[]> => {
     while (!buffer.ready) {
       admit();
-      failures.check();
+      failures.check(hasTrained);
       const { running, waiting } = buffer.counts;
       progress.show(`step ${step + 1}: ${waiting}/${batchSize} groups, ${running} running`, waiting / batchSize);
       await orFatal(
@@ -411,7 +461,10 @@ async function train(args: Train): Promise<void> {
         seed: (p, s) => seedOf(seed, 'eval', p, s), // the same draws at every evaluation
         limits,
         name: `eval${step}${name}`,
-        onRollout: (done, of) => progress.show(`evaluation ${name}: ${done}/${of}`, done / of),
+        onRollout: (rollout, done, of) => {
+          if (!hasTrained && !stopper.signal) failures.add(rollout);
+          progress.show(`evaluation ${name}: ${done}/${of}`, done / of);
+        },
       }),
     );
     progress.clear();
@@ -460,7 +513,10 @@ async function train(args: Train): Promise<void> {
   stopper.hasSteps = true;
   stopper.onFirst = () => dispatch.cancel((job) => job.groupId.startsWith('eval'), 'cancelled');
 
-  if (!from && options['eval.eval_at_start']) await evaluateNow(true);
+  if (!from && options['eval.eval_at_start']) {
+    await evaluateNow(true);
+    failures.check(hasTrained);
+  }
 
   // Steps
   const lag = monitorEventLoopDelay({ resolution: 10 });
@@ -518,6 +574,7 @@ async function train(args: Train): Promise<void> {
     }
     invariant(result, 'train.max_epochs is at least 1');
     buffer.trained();
+    hasTrained = true;
     const trained = performance.now();
 
     // Refit
@@ -664,21 +721,31 @@ function recordRollout(ledger: Ledger, rollout: Rollout): void {
 /** Stop when too many of the recent rollouts were judged by nobody, with the commonest cause. */
 class FailureWindow {
   readonly #maxRate: number;
+  readonly #agentPath: string;
   #recent: { failed: boolean; cause: string }[] = [];
-  constructor(maxRate: number) {
+  constructor(maxRate: number, agentPath: string) {
     this.#maxRate = maxRate;
+    this.#agentPath = agentPath;
   }
   add(rollout: Rollout): void {
     const failed = !isTrainable(rollout);
     this.#recent.push({ failed, cause: `${rollout.reason}${rollout.detail ? `: ${rollout.detail}` : ''}` });
     if (this.#recent.length > FAILURE_WINDOW) this.#recent.shift();
   }
-  check(): void {
+  /** Throws when it is so. An agent that never worked is bad input, a ConfigError. */
+  check(hasTrained: boolean): void {
     const failed = this.#recent.filter((r) => r.failed);
     if (this.#recent.length < FAILURE_WINDOW || failed.length / this.#recent.length <= this.#maxRate) return;
     const causes = new Map<string, number>();
     for (const { cause } of failed) causes.set(cause, (causes.get(cause) ?? 0) + 1);
     const [cause, times] = [...causes].sort((a, b) => b[1] - a[1])[0] as [string, number];
+    if (!hasTrained && failed.length === this.#recent.length && /^(agent_error|invalid_reward)/.test(cause)) {
+      const [what = '', ...stack] = cause.split('\n');
+      const place = placeOf({ stack: stack.join('\n') }, resolve(this.#agentPath));
+      throw new ConfigError([
+        `--train.agent_path ${this.#agentPath}: none of its first ${failed.length} rollouts ended with a reward: ${place}${what}`,
+      ]);
+    }
     throw new Error(
       `${failed.length} of the last ${this.#recent.length} rollouts failed, more than rollout.max_failure_rate ${this.#maxRate} allows. Commonest cause (${times} times):\n${cause}`,
     );
@@ -703,12 +770,7 @@ function checkHealth(
     throw new Error(`Loss or gradient was not finite on ${SKIPPED_STEPS} steps running`);
 }
 
-async function checkParity(
-  refit: Refit,
-  dtype: keyof typeof MISMATCH_BOUND,
-  stop: boolean,
-  say: (line: string) => void,
-): Promise<void> {
+async function checkParity(refit: Refit, dtype: keyof typeof MISMATCH_BOUND, stop: boolean): Promise<void> {
   const { mean, max } = await refit.parity();
   say(
     `Parity of engine and trainer at version ${refit.version}: mean |dlogp| ${mean.toExponential(1)}, max ${max.toExponential(1)}`,

@@ -241,7 +241,11 @@ export class MetricsWriter {
     const missing = required.filter((name) => values[name] === undefined);
     if (missing.length > 0) throw new Error(`Metrics missing from step ${values.step}: ${missing.join(', ')}`);
     // JSON.stringify writes NaN and infinity as null and leaves undefined out.
-    appendFileSync(this.#path, `${JSON.stringify({ ...values, time_unix_s: Date.now() / 1000 })}\n`);
+    try {
+      appendFileSync(this.#path, `${JSON.stringify({ ...values, time_unix_s: Date.now() / 1000 })}\n`);
+    } catch (error) {
+      throw new Error(`Cannot write ${this.#path}: ${(error as Error).message}`);
+    }
   }
 }
 

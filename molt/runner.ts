@@ -15,7 +15,7 @@ import { setTimeout as sleep } from 'node:timers/promises';
 import { fileURLToPath } from 'node:url';
 import type { AgentFactory, Outcome, ParsedTurn, Services, TurnAnswer } from './agent.ts';
 import { Ended, loadAgent, runEnv } from './agent.ts';
-import { readWorkerArgs, WorkerLink } from './bus.ts';
+import { EXIT_BAD_INPUT, readWorkerArgs, WorkerLink } from './bus.ts';
 import type { Fields, Frames } from './protocol.ts';
 import { RemoteError } from './protocol.ts';
 import type { Json, Message, Sampling } from './types.ts';
@@ -41,7 +41,11 @@ async function main(): Promise<void> {
     capabilities: {},
   });
   const options = link.options as unknown as RunnerOptions;
-  const runner = new Runner(link, await loadAgent(options.agent_path), options.template_kwargs);
+  const make = await loadAgent(options.agent_path).catch((error: Error) => {
+    console.error(`--train.agent_path ${options.agent_path}: ${error.message}`);
+    process.exit(EXIT_BAD_INPUT);
+  });
+  const runner = new Runner(link, make, options.template_kwargs);
   link.ready({ agent: options.agent_path });
   await link.stopped;
   runner.cancelAll();

@@ -7,13 +7,14 @@
  * started with stands here once, so that a restart is the same as a start.
  * Called by loop.ts; starts processes through launch.ts.
  */
-import { join, resolve } from 'node:path';
+import { resolve } from 'node:path';
 import type { Bus } from './bus.ts';
 import { type Options, simulatedScript } from './config.ts';
 import { Dispatch } from './dispatch.ts';
 import { Generator } from './generator.ts';
 import { type Launcher, logTail, nodeCommand, pythonCommand, type Worker, type WorkerSpec } from './launch.ts';
 import { Refit } from './refit.ts';
+import { rendezvousPath } from './run_dir.ts';
 import { Trainer } from './trainer.ts';
 import type { Json } from './types.ts';
 
@@ -41,7 +42,8 @@ export interface Workers {
 export interface Facts {
   readonly stopTokenIds: readonly number[];
   readonly vocabSize: number;
-  readonly templateNote: string | null; // set when suffixes cannot be exact
+  readonly templateExact: boolean; // suffixes equal the template's own text on the tokenizer's test conversations
+  readonly templateNote: string;
   readonly startup: string; // seconds until each kind was ready
 }
 
@@ -139,7 +141,8 @@ export function openWorkers(args: {
     return {
       stopTokenIds: template.stop_token_ids,
       vocabSize: vocab_size,
-      templateNote: template.suffix_exact ? null : template.suffix_note,
+      templateExact: template.suffix_exact,
+      templateNote: template.suffix_note,
       startup: started.join(', '),
     };
   });
@@ -159,7 +162,7 @@ function workerSpecs(options: Options, runDir: string) {
   const script = simulatedScript(options);
   const python = (file: string) => pythonCommand(file, options['launch.python'] || undefined);
   const simulated = () => nodeCommand('workers/simulated.ts');
-  const rendezvous = `file://${join(runDir, `rendezvous-${process.pid}`)}`;
+  const rendezvous = `file://${rendezvousPath(runDir)}`;
   const spec = (
     kind: WorkerSpec['kind'],
     index: number,

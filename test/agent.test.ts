@@ -189,10 +189,8 @@ test(
 );
 
 describe('loadAgent', () => {
-  test('names the file and what is missing', async () => {
-    await expect(loadAgent('test/fixtures/no_such_agent.ts')).rejects.toThrow(
-      'Cannot load agent test/fixtures/no_such_agent.ts',
-    );
+  test('says what is missing', async () => {
+    await expect(loadAgent('test/fixtures/no_such_agent.ts')).rejects.toThrow('no such file');
     await expect(loadAgent('test/fixtures/prompts_half_throw.ts')).rejects.toThrow('must export `agent`');
   });
 });

@@ -13,7 +13,6 @@ and sockets.
 
 from __future__ import annotations
 
-import sys
 from typing import TYPE_CHECKING, Any
 
 from runtime import Request, Runtime, WorkerError, unsupported
@@ -110,7 +109,7 @@ def main() -> None:
     try:
         model = load_model(options["model_path"], options["dtype"], device_named(options["device"]))
     except (ModelError, OSError, ValueError) as error:
-        sys.exit(f"Cannot load {options['model_path']}: {error}")
+        runtime.refuse_input(error)
     sizes = {name: options[name] for name in ("max_requests", "max_len", "prefill_tokens")}
     engine = Engine(model, options["model_path"], **sizes)
     runtime.ready(

@@ -57,6 +57,7 @@ SWITCH_S = (
 )
 LETTERS = {"engine": "E", "trainer": "T", "tokenizer": "K", "runner": "R"}
 EXIT_REFUSED = 3
+EXIT_BAD_INPUT = 4  # twin in molt/bus.ts
 
 Handler = Callable[["Request"], "tuple[dict, dict] | dict | None"]
 
@@ -182,6 +183,14 @@ class Runtime:
         return runtime
 
     # ---- For the work thread ----
+
+    def refuse_input(self, reason: object) -> NoReturn:
+        """
+        What this worker was given (a model, an option) cannot be used: one line for the user, who mends it.
+        Only before `ready`; a failure that is not the input's fault is an exception.
+        """
+        print(" ".join(_text(str(reason)).split()), file=sys.stderr, flush=True)
+        self._exit_now(EXIT_BAD_INPUT)
 
     def ready(self, **info: Any) -> None:
         self.send("ready", {"info": info})

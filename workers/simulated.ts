@@ -13,7 +13,7 @@
  * Here: the process and the tokenizer. Engines are in simulated_engine.ts, ranks in simulated_trainer.ts.
  * Started by launch.ts (start, startMany).
  */
-import { type Answer, readWorkerArgs, WorkerLink } from '../molt/bus.ts';
+import { type Answer, EXIT_BAD_INPUT, readWorkerArgs, WorkerLink } from '../molt/bus.ts';
 import type { Json } from '../molt/types.ts';
 import { SimulatedEngine } from './simulated_engine.ts';
 import {
@@ -28,7 +28,7 @@ import {
   VOCAB_SIZE,
 } from './simulated_model.ts';
 import { SimulatedRank } from './simulated_trainer.ts';
-import { badRequest, checkIds, cut, SimulatedWorker } from './simulated_worker.ts';
+import { badRequest, checkIds, cut, ScriptError, SimulatedWorker } from './simulated_worker.ts';
 
 // ---- Tokenizer ----
 
@@ -127,7 +127,13 @@ function startRank(worker: SimulatedWorker, all: readonly string[]): void {
 }
 
 const { endpoint, workerIds, secrets } = await readWorkerArgs();
-const hosted = await Promise.all(workerIds.map((id) => host(endpoint, id, secrets[id] ?? '', workerIds)));
+const hosted = await Promise.all(workerIds.map((id) => host(endpoint, id, secrets[id] ?? '', workerIds))).catch(
+  (error: Error) => {
+    if (!(error instanceof ScriptError)) throw error;
+    console.error(`--simulated.script: ${error.message}`);
+    process.exit(EXIT_BAD_INPUT);
+  },
+);
 await Promise.all(
   hosted.map(async ({ link, finished }) => {
     await link.stopped;

@@ -65,20 +65,26 @@ const DAMAGE = {
 } as const;
 const DAMAGED_TENSOR = 'model.bigram.weight'; // square
 
+/** The user's script has something that means nothing here. */
+export class ScriptError extends Error {}
+
 /** A misspelled failure would be a test that tests nothing, so unknown words are errors. */
 function readScript(value: Json | undefined): Script {
   const script = (value ?? {}) as Script;
   const failures = script.failures ?? [];
   for (const key of Object.keys(script))
-    if (!SCRIPT_KEYS.includes(key)) throw new Error(`Unknown key of script: ${key}`);
+    if (!SCRIPT_KEYS.includes(key)) throw new ScriptError(`unknown key ${key}, allowed are ${SCRIPT_KEYS.join(', ')}`);
   for (const rule of failures) {
     for (const key of Object.keys(rule)) {
-      if (!FAILURE_KEYS.includes(key)) throw new Error(`Unknown key of a failure: ${key}`);
+      if (!FAILURE_KEYS.includes(key))
+        throw new ScriptError(`unknown key ${key} of a failure, allowed are ${FAILURE_KEYS.join(', ')}`);
     }
     if (!Object.hasOwn(FAILURES, rule.what) && !Object.hasOwn(DAMAGE, rule.what)) {
-      throw new Error(`Unknown failure: ${rule.what}`);
+      throw new ScriptError(
+        `unknown failure ${rule.what}, allowed are ${[...Object.keys(FAILURES), ...Object.keys(DAMAGE)].join(', ')}`,
+      );
     }
-    if (!(rule.nth >= 1) || !rule.on) throw new Error(`Failure ${rule.what} needs on, and nth of at least 1`);
+    if (!(rule.nth >= 1) || !rule.on) throw new ScriptError(`failure ${rule.what} needs on, and nth of at least 1`);
   }
   return script;
 }

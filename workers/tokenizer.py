@@ -703,7 +703,7 @@ def main() -> None:
     try:
         tokenizer = ChatTokenizer(runtime.options["model_path"])
     except TokenizerError as error:
-        sys.exit(str(error))
+        runtime.refuse_input(error)
 
     def encode(request: Request):
         texts = request.fields["texts"]

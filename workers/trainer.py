@@ -24,7 +24,6 @@ Started by launch.ts, asked by trainer.ts and refit.ts. Elsewhere called actor, 
 import math
 import os
 import socket
-import sys
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -341,12 +340,12 @@ def open_group(options: dict[str, Any]) -> None:
 
 
 def main(runtime: Runtime) -> None:
-    options = runtime.options | {"device": device_named(runtime.options["device"])}
-    open_group(options)
     try:
+        options = runtime.options | {"device": device_named(runtime.options["device"])}
+        open_group(options)
         trainer = Trainer(options)
-    except ModelError as error:
-        sys.exit(str(error))
+    except (ModelError, OSError, ValueError) as error:
+        runtime.refuse_input(error)
     trainer.stats = runtime.stats
     runtime.ready(**trainer.info())
     try:
