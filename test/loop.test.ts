@@ -283,12 +283,11 @@ describe('failures', () => {
   const failing = (label: string) => `test/fixtures/prompts_${label}.ts`;
 
   test(
-    'an environment that always fails stops the run with its error, status 1',
+    'an environment that always fails is bad input: its error, status 2',
     async () => {
       const it = run('fails', '--data.prompt_dataset', failing('step_throws'), '--eval.dataset', 'none');
-      expect(await it.exit, it.out).toBe(1);
-      expect(it.out).toContain('the lamp is broken');
-      expect(it.out).toContain('rollout.max_failure_rate');
+      expect(await it.exit, it.out).toBe(2);
+      expect(it.out).toMatch(/--train\.agent_path .*line \d+: agent_error: Error: the lamp is broken/);
     },
     LIMIT_MS,
   );
@@ -400,7 +399,7 @@ describe('failures', () => {
     async () => {
       const noModel = run('no-model', '--tokenizer.kind', 'python', '--actor.model_name_or_path', 'test/fixtures');
       expect(await noModel.exit).toBe(2);
-      expect(noModel.out).toContain('--actor.model_name_or_path test/fixtures: has no config.json, no tokenizer.json');
+      expect(noModel.out).toContain('--actor.model_name_or_path test/fixtures: has no config.json');
       const it = run('bad', '--train.num_stepz', '5', '--rollout.temperature', '-1');
       expect(await it.exit).toBe(2);
       expect(it.out).toContain('--train.num_steps');

@@ -28,7 +28,7 @@ import {
   VOCAB_SIZE,
 } from './simulated_model.ts';
 import { SimulatedRank } from './simulated_trainer.ts';
-import { badRequest, checkIds, cut, ScriptError, SimulatedWorker } from './simulated_worker.ts';
+import { badRequest, checkIds, cut, InputError, SimulatedWorker } from './simulated_worker.ts';
 
 // ---- Tokenizer ----
 
@@ -129,8 +129,8 @@ function startRank(worker: SimulatedWorker, all: readonly string[]): void {
 const { endpoint, workerIds, secrets } = await readWorkerArgs();
 const hosted = await Promise.all(workerIds.map((id) => host(endpoint, id, secrets[id] ?? '', workerIds))).catch(
   (error: Error) => {
-    if (!(error instanceof ScriptError)) throw error;
-    console.error(`--simulated.script: ${error.message}`);
+    if (!(error instanceof InputError)) throw error;
+    console.error(error.message);
     process.exit(EXIT_BAD_INPUT);
   },
 );

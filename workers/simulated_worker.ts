@@ -65,26 +65,30 @@ const DAMAGE = {
 } as const;
 const DAMAGED_TENSOR = 'model.bigram.weight'; // square
 
-/** The user's script has something that means nothing here. */
-export class ScriptError extends Error {}
+/** The user's script or model is none for simulated workers; the message names the option. */
+export class InputError extends Error {}
 
 /** A misspelled failure would be a test that tests nothing, so unknown words are errors. */
 function readScript(value: Json | undefined): Script {
   const script = (value ?? {}) as Script;
   const failures = script.failures ?? [];
   for (const key of Object.keys(script))
-    if (!SCRIPT_KEYS.includes(key)) throw new ScriptError(`unknown key ${key}, allowed are ${SCRIPT_KEYS.join(', ')}`);
+    if (!SCRIPT_KEYS.includes(key))
+      throw new InputError(`--simulated.script: unknown key ${key}, allowed are ${SCRIPT_KEYS.join(', ')}`);
   for (const rule of failures) {
     for (const key of Object.keys(rule)) {
       if (!FAILURE_KEYS.includes(key))
-        throw new ScriptError(`unknown key ${key} of a failure, allowed are ${FAILURE_KEYS.join(', ')}`);
+        throw new InputError(
+          `--simulated.script: unknown key ${key} of a failure, allowed are ${FAILURE_KEYS.join(', ')}`,
+        );
     }
     if (!Object.hasOwn(FAILURES, rule.what) && !Object.hasOwn(DAMAGE, rule.what)) {
-      throw new ScriptError(
+      throw new InputError(
         `unknown failure ${rule.what}, allowed are ${[...Object.keys(FAILURES), ...Object.keys(DAMAGE)].join(', ')}`,
       );
     }
-    if (!(rule.nth >= 1) || !rule.on) throw new ScriptError(`failure ${rule.what} needs on, and nth of at least 1`);
+    if (!(rule.nth >= 1) || !rule.on)
+      throw new InputError(`--simulated.script: failure ${rule.what} needs on, and nth of at least 1`);
   }
   return script;
 }
@@ -230,5 +234,11 @@ export const WEIGHTS_FILE = 'model.safetensors';
 /** Weights of a `model_path`: `simulated`, `simulated:SEED`, or a directory that `export` wrote. Throws otherwise. */
 export function loadModel(path: string): Float32Array {
   const named = /^(?:simulated(?::(\d+))?)?$/.exec(path);
-  return named ? initialWeights(Number(named[1] ?? 0)) : unpackWeights(readFileSync(join(path, WEIGHTS_FILE)));
+  if (named) return initialWeights(Number(named[1] ?? 0));
+  try {
+    return unpackWeights(readFileSync(join(path, WEIGHTS_FILE)));
+  } catch (error) {
+    const wanted = 'simulated workers take simulated, simulated:SEED or a directory they exported';
+    throw new InputError(`--actor.model_name_or_path ${path}: ${wanted} (${(error as Error).message})`);
+  }
 }

@@ -1,0 +1,361 @@
+/**
+ * Every option does something: read by some code, in the README's table, and for each some value changes what a run on
+ * simulated workers does, or is refused there. An option that nothing reads would pass every other test.
+ */
+import { spawn } from 'node:child_process';
+import { cpSync, existsSync, mkdtempSync, readdirSync, readFileSync, rmSync, writeFileSync } from 'node:fs';
+import { tmpdir } from 'node:os';
+import { join } from 'node:path';
+import { afterAll, beforeAll, describe, expect, test } from 'vitest';
+import { type OptionName, optionNames } from '../molt/config.ts';
+
+const RECIPE = 'test/fixtures/recipe_simulated.ts';
+const LIMIT_MS = 60_000;
+
+let dir: string;
+beforeAll(() => {
+  dir = mkdtempSync(join(tmpdir(), 'molt-options-'));
+});
+afterAll(() => rmSync(dir, { recursive: true, force: true }));
+
+// ---- What a run did ----
+
+interface Ran {
+  readonly dir: string;
+  readonly exit: number | null;
+  readonly printed: string; // without times
+  readonly metrics: readonly Readonly<Record<string, number | null>>[];
+  readonly numbers: string; // of the metrics, without times
+  readonly files: readonly string[]; // in the run directory
+}
+type Seen = 'exit' | 'numbers' | 'files' | 'printed';
+
+let runs = 0;
+async function run(
+  words: readonly string[],
+  more: { runDir?: string; onStart?: (pid: number) => void } = {},
+): Promise<Ran> {
+  const runDir = more.runDir ?? join(dir, `run-${runs++}`);
+  const place = words.includes('--run.dir') ? [] : ['--run.dir', runDir];
+  const child = spawn(process.execPath, ['--import', 'tsx', 'molt/loop.ts', RECIPE, ...place, ...words]);
+  let out = '';
+  for (const stream of [child.stdout, child.stderr])
+    stream.on('data', (data: Buffer) => {
+      out += data.toString();
+      if (out.includes('Workers are ready')) more.onStart?.(child.pid ?? 0);
+    });
+  const exit = await new Promise<number | null>((done) => child.on('close', done));
+  const path = join(runDir, 'metrics.jsonl');
+  const lines = existsSync(path) ? readFileSync(path, 'utf8').trim().split('\n').filter(Boolean) : [];
+  const metrics = lines.map((line) => JSON.parse(line) as Record<string, number | null>);
+  const numbers = metrics.map((line) =>
+    Object.entries(line).filter(([key]) => !/^time_|idle|lag|^cached|^restarts|^retries/.test(key)),
+  );
+  return {
+    dir: runDir,
+    exit,
+    printed: out
+      .replaceAll(runDir, 'RUN')
+      .replace(/^Recipe .*$/m, '')
+      .replace(/[\d.]+ s\b/g, ''),
+    metrics,
+    numbers: JSON.stringify(numbers),
+    files: existsSync(runDir) ? (readdirSync(runDir, { recursive: true }) as string[]).sort() : [],
+  };
+}
+
+/** Runs without the option under test, made once for each set of other words. */
+const baselines = new Map<string, Promise<Ran>>();
+function baseline(words: readonly string[]): Promise<Ran> {
+  const key = words.join(' ');
+  const made = baselines.get(key) ?? run(words);
+  baselines.set(key, made);
+  return made;
+}
+
+// ---- The table ----
+
+interface Changes {
+  readonly to: readonly string[]; // the value
+  readonly also?: readonly string[]; // words of this run and of the one it is compared with
+  readonly seen: Seen;
+}
+interface Refused {
+  readonly refused: readonly string[]; // a value that simulated workers cannot take
+}
+type Effect = Changes | Refused | 'own test';
+
+const SHORT = ['--train.num_steps', '2', '--eval.dataset', 'none'];
+const EVALUATED = ['--train.num_steps', '2'];
+const TWO_RANKS = [...SHORT, '--trainer.num_ranks', '2'];
+const MANY_EPOCHS = [...SHORT, '--train.max_epochs', '3'];
+const LINEAR = [...SHORT, '--actor.lr_scheduler', 'linear'];
+const REINFORCE = [...SHORT, '--algo.advantage.estimator', 'reinforce'];
+const CORRECTED = [...SHORT, '--algo.advantage.is_correction_level', 'token'];
+const ALL_REJECTED = ['--algo.advantage.is_correction_threshold', '1.5', '5'];
+const script = (value: unknown) => ['--simulated.script', JSON.stringify(value)];
+const fixture = (name: string, content: string): string => {
+  const path = join(tmpdir(), `molt-options-${process.pid}-${name}`);
+  writeFileSync(path, content);
+  return path;
+};
+const made: string[] = [];
+const file = (name: string, content: string): string => {
+  const path = fixture(name, content);
+  made.push(path);
+  return path;
+};
+afterAll(() => {
+  for (const path of made) rmSync(path, { force: true });
+});
+const rows = (make: (i: number) => unknown) =>
+  Array.from({ length: 8 }, (_, i) => `${JSON.stringify(make(i))}\n`).join('');
+const NEVER_DONE = file(
+  'never.jsonl',
+  rows((i) => ({ input: `case ${i}`, label: 'never done' })),
+);
+const COLUMNS = file(
+  'columns.jsonl',
+  rows((i) => ({
+    input: `case ${i}`,
+    label: 'even',
+    question: `another, longer case ${i}`,
+    kind: 'three turns',
+    functions: [{ type: 'function', function: { name: 'calc', parameters: {} } }],
+  })),
+);
+const FILE = [...SHORT, '--data.prompt_dataset', COLUMNS];
+const CONSTANT_AGENT = file(
+  'agent.mjs',
+  'export const agent = () => ({ reset: () => "x", step: () => ({ reward: 0.25, done: true }) });',
+);
+const HALF_FAILS = [...SHORT, '--data.prompt_dataset', 'test/fixtures/prompts_half_throw.ts'];
+const DIES = [...SHORT, ...script({ failures: [{ worker: 'engine-0', what: 'exit', on: 'generate', nth: 3 }] })];
+const WRONG_WEIGHTS = [
+  ...['--eval.dataset', 'none', '--train.num_steps', '8', '--refit.verify_every', '100'],
+  ...script({ failures: [{ worker: 'engine-0', what: 'swap_layout', on: 'load_weights', nth: 4 }] }),
+];
+
+const EFFECTS: Record<OptionName, Effect> = {
+  'run.dir': 'own test',
+  'run.resume': 'own test',
+  'train.num_steps': { to: ['3'], also: ['--eval.dataset', 'none'], seen: 'numbers' },
+  'train.batch_size': { to: ['3'], also: SHORT, seen: 'numbers' },
+  'train.seed': { to: ['2'], also: SHORT, seen: 'numbers' },
+  'train.agent_path': { to: [CONSTANT_AGENT], also: SHORT, seen: 'numbers' },
+  'train.micro_batch_size': { to: ['3'], also: TWO_RANKS, seen: 'numbers' },
+  'train.max_tokens_per_gpu': { to: ['100'], also: TWO_RANKS, seen: 'numbers' },
+  'train.max_epochs': { to: ['2'], also: SHORT, seen: 'numbers' },
+  'train.max_staleness': { refused: ['1'] },
+  'train.partial_rollout_enable': { refused: ['true'] },
+  'actor.model_name_or_path': { to: ['simulated:3'], also: SHORT, seen: 'numbers' },
+  'actor.adam.lr': { to: ['0.01'], also: SHORT, seen: 'numbers' },
+  'actor.adam.betas': { to: ['0.5', '0.5'], also: SHORT, seen: 'numbers' },
+  'actor.adam.eps': { to: ['0.1'], also: SHORT, seen: 'numbers' },
+  'actor.adam.weight_decay': { to: ['5'], also: SHORT, seen: 'numbers' },
+  'actor.lr_scheduler': { to: ['linear'], also: SHORT, seen: 'numbers' },
+  'actor.lr_warmup_ratio': { to: ['1'], also: SHORT, seen: 'numbers' },
+  'actor.min_lr_ratio': { to: ['0.5'], also: LINEAR, seen: 'numbers' },
+  'actor.max_norm': { to: ['1e-9'], also: SHORT, seen: 'numbers' },
+  'actor.eps_clip_low_high': { to: ['0.01', '0.01'], also: MANY_EPOCHS, seen: 'numbers' },
+  'actor.gradient_checkpoint': { refused: ['full'] },
+  'algo.advantage.estimator': { to: ['dr_grpo'], also: SHORT, seen: 'numbers' },
+  'algo.advantage.gamma': { to: ['0.5'], also: REINFORCE, seen: 'numbers' },
+  'algo.advantage.no_whiten': { to: ['true'], also: REINFORCE, seen: 'numbers' },
+  'algo.advantage.is_correction_level': { to: ['token', ...ALL_REJECTED], also: SHORT, seen: 'numbers' },
+  'algo.advantage.is_correction_mode': { to: ['clip'], also: [...CORRECTED, ...ALL_REJECTED], seen: 'numbers' },
+  'algo.advantage.is_correction_threshold': { to: ['1.5', '5'], also: CORRECTED, seen: 'numbers' },
+  'reward.clip_range': { to: ['0', '0.1'], also: SHORT, seen: 'numbers' },
+  'rollout.n_samples_per_prompt': { to: ['2'], also: SHORT, seen: 'numbers' },
+  'rollout.temperature': { to: ['0.5'], also: SHORT, seen: 'numbers' },
+  'rollout.max_new_tokens': { to: ['6'], also: SHORT, seen: 'numbers' },
+  'rollout.max_turns': { to: ['2'], also: [...SHORT, '--data.prompt_dataset', NEVER_DONE], seen: 'numbers' },
+  'rollout.deadline_s': { to: ['0.05'], also: [...SHORT, ...script({ latency_ms: { step: 20 } })], seen: 'exit' },
+  'rollout.num_runners': { to: ['2'], also: SHORT, seen: 'files' },
+  'rollout.max_failure_rate': { to: ['0.3'], also: [...HALF_FAILS, '--train.num_steps', '8'].slice(2), seen: 'exit' },
+  'rollout.mismatch_stop': { to: ['off'], also: WRONG_WEIGHTS, seen: 'exit' },
+  'data.prompt_dataset': { to: [COLUMNS], also: SHORT, seen: 'numbers' },
+  'data.input_key': { to: ['question'], also: FILE, seen: 'numbers' },
+  'data.label_key': { to: ['kind'], also: FILE, seen: 'numbers' },
+  'data.tools_key': { to: ['functions'], also: FILE, seen: 'numbers' },
+  'data.max_len': { to: ['60'], also: SHORT, seen: 'numbers' },
+  'data.max_samples': { to: ['2'], also: SHORT, seen: 'printed' },
+  'data.shuffle': { to: ['false'], also: SHORT, seen: 'numbers' },
+  'eval.dataset': { to: ['none'], also: EVALUATED, seen: 'numbers' },
+  'eval.steps': { to: ['1'], also: EVALUATED, seen: 'numbers' },
+  'eval.eval_at_start': { to: ['false'], also: EVALUATED, seen: 'numbers' },
+  'eval.max_samples': { to: ['3'], also: EVALUATED, seen: 'numbers' },
+  'eval.n_samples_per_prompt': { to: ['2'], also: EVALUATED, seen: 'numbers' },
+  'eval.temperature': { to: ['0.2'], also: EVALUATED, seen: 'numbers' },
+  'eval.greedy': { to: ['false'], also: EVALUATED, seen: 'numbers' },
+  'engine.kind': { refused: ['vllm'] },
+  'engine.num_engines': { to: ['2'], also: SHORT, seen: 'files' },
+  'engine.max_requests': 'own test',
+  'engine.max_len': { refused: ['100'] },
+  'engine.prefill_tokens': { refused: ['16'] },
+  'engine.dtype': { refused: ['bfloat16'] },
+  'engine.device': { refused: ['cpu'] },
+  'trainer.kind': { refused: ['torch'] },
+  'trainer.num_ranks': { to: ['2'], also: [...SHORT, '--train.micro_batch_size', '3'], seen: 'numbers' },
+  'trainer.device': { refused: ['cpu'] },
+  'trainer.logprob_chunk': { refused: ['16'] },
+  'fsdp.param_dtype': { refused: ['bfloat16'] },
+  'fsdp.packing_samples': { to: ['false'], also: [...TWO_RANKS, '--train.max_tokens_per_gpu', '100'], seen: 'numbers' },
+  'tokenizer.kind': { refused: ['python'] },
+  'refit.verify_every': { to: ['1'], also: ['--eval.dataset', 'none'], seen: 'numbers' },
+  'ckpt.save_steps': { to: ['1'], also: SHORT, seen: 'files' },
+  'ckpt.max_num': { to: ['1'], also: [...SHORT, '--ckpt.save_steps', '1'], seen: 'files' },
+  'ckpt.save_hf': { to: ['true'], also: SHORT, seen: 'files' },
+  'ckpt.disable_final_save': { to: ['true'], also: SHORT, seen: 'files' },
+  'launch.port': 'own test',
+  'launch.silence_s': 'own test',
+  'launch.ready_s': { to: ['0.01'], also: SHORT, seen: 'exit' },
+  'launch.max_restarts': { to: ['0'], also: DIES, seen: 'exit' },
+  'launch.python': { refused: ['python3'] },
+  'simulated.script': { to: [JSON.stringify({ reply: [{ when: '', texts: ['aa'] }] })], also: SHORT, seen: 'numbers' },
+};
+
+describe('every option', () => {
+  test.each(optionNames())('%s is read by some code, apart from its own checks', (name) => {
+    const readers = readdirSync('molt')
+      .filter((each) => each.endsWith('.ts') && each !== 'config.ts')
+      .map((each) => readFileSync(join('molt', each), 'utf8'))
+      .join('');
+    const [group, ...rest] = name.split('.');
+    // `engine.device` and `trainer.device` are also read by kind.
+    const byKind = `options[\`\${kind}.${rest.join('.')}\`]`;
+    const isRead =
+      readers.includes(`'${name}'`) || (['engine', 'trainer'].includes(group as string) && readers.includes(byKind));
+    expect(isRead).toBe(true);
+  });
+
+  test.each(
+    Object.entries(EFFECTS).filter(
+      (entry): entry is [string, Refused] => typeof entry[1] === 'object' && 'refused' in entry[1],
+    ),
+  )(
+    '%s is refused where it cannot act',
+    async (name, { refused }) => {
+      const { exit, printed } = await run([`--${name}`, ...refused]);
+      expect(exit, printed).toBe(2);
+      expect(printed).toMatch(new RegExp(`^--(${name.replaceAll('.', '\\.')}|actor\\.model_name_or_path) `, 'm'));
+    },
+    LIMIT_MS,
+  );
+
+  test.each(
+    Object.entries(EFFECTS).filter(
+      (entry): entry is [string, Changes] => typeof entry[1] === 'object' && 'to' in entry[1],
+    ),
+  )(
+    '%s changes the run',
+    async (name, { to, also = [], seen }) => {
+      const [before, after] = [await baseline(also), await run([...also, `--${name}`, ...to])];
+      if (seen !== 'exit') expect([before.exit, after.exit], after.printed).toEqual([0, 0]);
+      expect(after[seen]).not.toEqual(before[seen]);
+    },
+    LIMIT_MS,
+  );
+
+  test(
+    'a run that is started twice is the same: what differs above is the option',
+    async () => {
+      const [one, two] = [await baseline(SHORT), await run(SHORT)];
+      expect([two.numbers, two.files, two.exit]).toEqual([one.numbers, one.files, one.exit]);
+      expect(two.printed).toBe(one.printed);
+    },
+    LIMIT_MS,
+  );
+});
+
+describe('options with a test of their own', () => {
+  test(
+    'run.dir names the directory, run.resume goes on in it',
+    async () => {
+      const place = join(dir, 'named', 'deep');
+      const first = await run([...SHORT, '--run.dir', place], { runDir: place });
+      expect(first.files).toContain('metrics.jsonl');
+      const copy = join(dir, 'copy');
+      cpSync(place, copy, { recursive: true });
+      const more = await run(['--eval.dataset', 'none', '--train.num_steps', '3', '--run.dir', copy, '--run.resume'], {
+        runDir: copy,
+      });
+      expect(more.exit, more.printed).toBe(0);
+      expect(more.printed).toContain('Resumed at step 2');
+      expect(more.metrics.map((line) => line.step)).toEqual([1, 2, 3]);
+    },
+    LIMIT_MS,
+  );
+
+  test(
+    'engine.max_requests bounds what an engine samples at once',
+    async () => {
+      const also = [...SHORT, ...script({ latency_ms: { step: 10 } })];
+      const [wide, narrow] = [await baseline(also), await run([...also, '--engine.max_requests', '2'])];
+      expect(narrow.numbers).toBe(wide.numbers);
+      const seconds = ({ metrics }: Ran) => metrics[0]?.time_generation_s ?? 0;
+      expect(seconds(narrow)).toBeGreaterThan(3 * seconds(wide)); // 8 rounds of 16 rollouts instead of one
+    },
+    LIMIT_MS,
+  );
+
+  test(
+    'launch.port is where the controller listens',
+    async () => {
+      const { createServer } = await import('node:net');
+      const server = createServer();
+      await new Promise<void>((done) => server.listen(0, '127.0.0.1', done));
+      const { port } = server.address() as { port: number };
+      await new Promise((done) => server.close(done));
+      let commands = '';
+      const { exit, printed } = await run([...SHORT, '--launch.port', String(port)], {
+        onStart: (pid) => {
+          commands ||= childrenOf(pid)
+            .map((child) => readFileSync(`/proc/${child}/cmdline`, 'utf8'))
+            .join('\n');
+        },
+      });
+      expect(exit, printed).toBe(0);
+      expect(commands).toContain(`tcp://127.0.0.1:${port}`);
+    },
+    LIMIT_MS,
+  );
+
+  test(
+    'launch.silence_s is how long a worker may say nothing',
+    async () => {
+      let stopped = 0;
+      const slow = script({ latency_ms: { step: 20 } });
+      const { exit, printed } = await run(
+        ['--eval.dataset', 'none', '--train.num_steps', '2', ...slow, '--launch.silence_s', '2'],
+        {
+          onStart: (pid) => {
+            const engine = stopped
+              ? undefined
+              : childrenOf(pid).find((child) => readFileSync(`/proc/${child}/cmdline`, 'utf8').includes('engine-0'));
+            if (!engine) return;
+            stopped = engine;
+            process.kill(engine, 'SIGSTOP');
+          },
+        },
+      );
+      expect(stopped).toBeGreaterThan(0);
+      expect(printed).toMatch(/engine-0 was silent for\s+and is killed/);
+      expect(exit, printed).toBe(0); // replaced
+    },
+    LIMIT_MS,
+  );
+});
+
+function childrenOf(pid: number): number[] {
+  return readdirSync('/proc')
+    .filter((name) => /^\d+$/.test(name))
+    .flatMap((name) => {
+      try {
+        const stat = readFileSync(`/proc/${name}/stat`, 'utf8');
+        return Number(stat.slice(stat.lastIndexOf(')') + 2).split(' ')[1]) === pid ? [Number(name)] : [];
+      } catch {
+        return []; // it ended while we looked
+      }
+    });
+}
