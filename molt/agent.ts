@@ -11,8 +11,7 @@
  * touches no other. It is not a sandbox: code of the environment runs in the runner's process.
  * Called by runner.ts, one call of `runEnv` per rollout. Elsewhere called: environment, verifier, reward function.
  */
-import { resolve } from 'node:path';
-import { pathToFileURL } from 'node:url';
+import { importModule, whatWasThrown } from './modules.ts';
 import type { SampledTurn, TurnNode } from './session.ts';
 import { Session } from './session.ts';
 import type { EndReason, Json, Message, Sampling, ToolCall, Trajectory } from './types.ts';
@@ -63,13 +62,13 @@ export interface Env {
 
 export type AgentFactory = () => Env;
 
-/** Import the module of `train.agent_path`. Throws an error that names the file and what is wrong with it. */
+/** Import the module of `train.agent_path`. Throws an error of one line that names the file and what is wrong with it. */
 export async function loadAgent(path: string): Promise<AgentFactory> {
-  let module: Record<string, unknown>;
+  let module: Readonly<Record<string, unknown>>;
   try {
-    module = (await import(pathToFileURL(resolve(path)).href)) as Record<string, unknown>;
+    module = await importModule(path);
   } catch (error) {
-    throw new Error(`Cannot load agent ${path}: ${(error as Error).message}`);
+    throw new Error(`Cannot load agent ${path}: ${(error as Error).message}`, { cause: error });
   }
   const agent = module.agent;
   if (typeof agent !== 'function') {
@@ -80,13 +79,24 @@ export async function loadAgent(path: string): Promise<AgentFactory> {
   const make = /^class\b/.test(Function.prototype.toString.call(agent))
     ? () => new (agent as new () => Env)()
     : (agent as AgentFactory);
-  const probe: unknown = make();
+  let probe: unknown;
+  try {
+    probe = make();
+  } catch (error) {
+    throw new Error(`Agent ${path}: making an Env throws: ${whatWasThrown(error)}`, { cause: error });
+  }
   for (const method of ['reset', 'step']) {
     if (typeof (probe as Record<string, unknown> | null)?.[method] !== 'function') {
       throw new Error(`Agent ${path} has no ${method}(): an Env needs reset(task) and step(turn)`);
     }
   }
-  await closed(probe as Env);
+  try {
+    await closed(probe as Env);
+  } catch (error) {
+    throw new Error(`Agent ${path}: close() of an Env that was never used throws: ${whatWasThrown(error)}`, {
+      cause: error,
+    });
+  }
   return make;
 }
 
