@@ -273,6 +273,7 @@ function signalProcess(pid: number, signal: NodeJS.Signals): void {
 
 /** A child that is no worker: this process reads what it prints. */
 export interface Program {
+  readonly name: string;
   readonly stdout: Readable;
   readonly stderr: Readable;
   readonly exited: Promise<Exit>; // never rejects
@@ -291,7 +292,7 @@ export function startProgram(command: readonly string[], env: Readonly<Record<st
     isGone = true;
     return exit;
   });
-  return { stdout: child.stdout, stderr: child.stderr, exited, kill: () => isGone || killGroup(child) };
+  return { name: program, stdout: child.stdout, stderr: child.stderr, exited, kill: () => isGone || killGroup(child) };
 }
 
 // ---- Commands ----

@@ -136,7 +136,9 @@ async function* fileLines(path: string, problems: Problems): AsyncGenerator<Foun
   }
 }
 
-function* parsed({ text, where }: Line, problems: Problems): Generator<Found> {
+function* parsed({ text, number }: Line, problems: Problems): Generator<Found> {
+  const where = `line ${number}`;
+  if (text === null) return problems.add(`${where}: is not UTF-8`);
   if (text.trim() === '') return;
   let record: unknown;
   try {
@@ -226,7 +228,7 @@ async function* programLines(source: PromptSource, options: ReadOptions, problem
   try {
     for await (const line of linesOf(program.stdout, problems)) {
       clearTimeout(timer);
-      number += 1;
+      number = line.number;
       for (const { where, record } of parsed(line, problems)) yield* withKnownFields(where, record, problems);
       timer = setTimeout(giveUp, silenceMs);
     }
@@ -236,7 +238,7 @@ async function* programLines(source: PromptSource, options: ReadOptions, problem
     const lines = `after ${number} ${number === 1 ? 'line' : 'lines'}`;
     if (silent)
       problems.add(`printed nothing for ${silenceMs / 1000} s ${lines} and was killed (data.silence_s)${lastWords()}`);
-    else if (code === null && signal === null) problems.add(`could not be started${lastWords()}`);
+    else if (code === null && signal === null) problems.add(`could not be started with ${program.name}`);
     else if (code !== 0)
       problems.add(`${signal ? `was ended by ${signal}` : `exited with code ${code}`} ${lines}${lastWords()}`);
     else if (number === 0) problems.add(`printed nothing${lastWords()}`);
@@ -267,8 +269,8 @@ async function tell(stderr: Readable, name: string, warn: (line: string) => void
 // ---- Lines ----
 
 interface Line {
-  readonly text: string;
-  readonly where: string;
+  readonly text: string | null; // null: not UTF-8
+  readonly number: number; // from 1
 }
 
 /** Lines of a byte stream. Node's readline would also cut at U+2028 and repair what is not UTF-8, silently. */
@@ -276,32 +278,26 @@ async function* linesOf(stream: Readable, problems: Problems): AsyncGenerator<Li
   let number = 0;
   let pieces: Buffer[] = []; // of the line that has not ended
   let bytes = 0;
-  const line = (end: Buffer): Line | null => {
+  const line = (end: Buffer): Line => {
     const whole = pieces.length > 0 ? Buffer.concat([...pieces, end]) : end;
     pieces = [];
     bytes = 0;
     number += 1;
-    const where = `line ${number}`;
-    if (!isUtf8(whole)) {
-      problems.add(`${where}: is not UTF-8`);
-      return null;
-    }
+    if (!isUtf8(whole)) return { text: null, number };
     const text = whole.toString('utf8').replace(/\r$/, '');
-    return { text: number === 1 ? text.replace(/^\uFEFF/, '') : text, where };
+    return { text: number === 1 ? text.replace(/^\uFEFF/, '') : text, number };
   };
   for await (const chunk of stream as AsyncIterable<Buffer>) {
     let from = 0;
     for (let at = chunk.indexOf(10); at >= 0; at = chunk.indexOf(10, from)) {
-      const next = line(chunk.subarray(from, at));
-      if (next) yield next;
+      yield line(chunk.subarray(from, at));
       from = at + 1;
     }
     if (from < chunk.length) pieces.push(chunk.subarray(from));
     bytes += chunk.length - from;
     if (bytes > MAX_LINE_BYTES) return problems.add(`line ${number + 1}: longer than ${MAX_LINE_BYTES} bytes`);
   }
-  const last = bytes > 0 ? line(Buffer.alloc(0)) : null;
-  if (last) yield last;
+  if (bytes > 0) yield line(Buffer.alloc(0));
 }
 
 // ---- Checking ----

@@ -1,4 +1,4 @@
-import { mkdtempSync, rmSync, symlinkSync, writeFileSync } from 'node:fs';
+import { mkdtempSync, readFileSync, rmSync, symlinkSync, writeFileSync } from 'node:fs';
 import { tmpdir } from 'node:os';
 import { join } from 'node:path';
 import { afterAll, beforeAll, describe, expect, test } from 'vitest';
@@ -344,6 +344,129 @@ describe('positions', () => {
     expect(await hash(text, { maxSamples: [1] })).not.toBe(await hash(text));
   });
 });
+
+// ---- Programs ----
+
+describe('a Python program', () => {
+  const program = (text: string) => file(`import json, os, sys, time\n${text}`, 'py');
+
+  test('is told split and seed after its own arguments, and prints an object a line', async () => {
+    const path = program('print(json.dumps({"input": " ".join(sys.argv[1:]), "label": os.environ["PYTHONHASHSEED"]}))');
+    const set = await load(`${path} --size 3 --name 'a, b'`, { split: 'heldout', seed: 9 });
+    expect(promptsOf(set).map(({ input, label, source }) => [input, label, source])).toEqual([
+      ['--size 3 --name a, b --split heldout --seed 9', '0', `${path} --size 3 --name 'a, b'`],
+    ]);
+  });
+
+  test('may print a byte-order mark, CRLF, blank lines and any letters, the last line without an end', async () => {
+    const path = program(
+      'sys.stdout.buffer.write("\\ufeff{\\"input\\": \\"\\u00e9\\U0001f642\\u2028\\"}\\r\\n\\r\\n{\\"input\\": \\"b\\", \\"label\\": [1], \\"tools\\": [{}]}".encode())',
+    );
+    expect(await loadItems(path)).toEqual([
+      { index: 0, input: '\u00e9\u{1f642}\u2028', label: null, tools: null },
+      { index: 1, input: 'b', label: [1], tools: [{}] },
+    ]);
+    // print() is UTF-8 whatever the locale says.
+    expect((await loadItems(program('print(\'{"input": "\u00e9\'+chr(0x1f642)+\'"}\')')))[0]?.input).toBe(
+      '\u00e9\u{1f642}',
+    );
+  });
+
+  test('may print 100K lines, and a line of a megabyte', async () => {
+    const text =
+      'for i in range(100000): print(json.dumps({"input": "p" * (1000000 if i == 70000 else 1), "label": i}))';
+    const items = await loadItems(program(text));
+    expect(items.map(({ label }) => label)).toEqual(Array.from({ length: 100_000 }, (_, i) => i));
+    expect(items[70_000]?.input).toHaveLength(1_000_000);
+  });
+
+  test('what it says on stderr is passed on line by line', async () => {
+    const warned: string[] = [];
+    const path = program('print("one\\ntwo\\rthree", end="", file=sys.stderr); print(\'{"input": "a"}\')');
+    await load(path, { warn: (line) => warned.push(line) });
+    expect(warned).toEqual([`${path}: one`, `${path}: two`, `${path}: three`]);
+  });
+
+  const failures: readonly (readonly [what: string, text: string, lines: (string | RegExp)[]])[] = [
+    [
+      'a status other than 0',
+      'print(\'{"input": "a"}\'); print("no", "lamp", file=sys.stderr); sys.exit(3)',
+      ['--data.prompt_dataset FILE: exited with code 3 after 1 line; it last said: no lamp'],
+    ],
+    [
+      'an exception',
+      'print(\'{"input": "a"}\')\nraise ValueError("dim")',
+      [/^--data\.prompt_dataset FILE: exited with code 1 after 1 line; it last said: Traceback .* \| ValueError: dim$/],
+    ],
+    ['a signal', 'os.kill(os.getpid(), 9)', ['--data.prompt_dataset FILE: was ended by SIGKILL after 0 lines']],
+    [
+      'lines that are not JSON',
+      'print(\'{"input": "a"}\\nhello\\n[1]\')',
+      [/^--data\.prompt_dataset FILE: line 2: not JSON: .*hello/, /line 3: must be an object, got a list/],
+    ],
+    [
+      'an unknown field',
+      'print(\'{"input": "a", "answer": 1}\')',
+      ['--data.prompt_dataset FILE: line 1: unknown field answer, allowed are input, label, tools'],
+    ],
+    ['a line that is not UTF-8', 'sys.stdout.buffer.write(b"\\xff\\n")', [/line 1: is not UTF-8$/]],
+    ['no output', 'print("nothing today", file=sys.stderr)', [/FILE: printed nothing; it last said: nothing today$/]],
+    ['blank lines', 'print()', ['--data.prompt_dataset FILE: has no prompts']],
+    ['a line without end', 'while True: sys.stdout.write("x" * 1000000)', [/line 1: longer than 67108864 bytes$/]],
+  ];
+  test.each(failures)('%s is refused', async (_, text, lines) => {
+    const found = await problemsOf(program(text));
+    expect(found).toEqual(lines.map((line) => (typeof line === 'string' ? line : expect.stringMatching(line))));
+  });
+
+  test('one that hangs is killed, with what it started, and named', async () => {
+    const pids = join(directory, 'pids');
+    const text = `import subprocess
+child = subprocess.Popen(["sleep", "60"])
+open(${JSON.stringify(pids)}, "w").write(f"{os.getpid()} {child.pid}")
+print('{"input": "a"}')
+print("thinking", file=sys.stderr)
+time.sleep(60)`;
+    const path = program(text);
+    expect(await problemsOf(path, { silenceMs: 1500 })).toEqual([
+      '--data.prompt_dataset FILE: printed nothing for 1.5 s after 1 line and was killed (data.silence_s); it last said: thinking',
+    ]);
+    const gone = () => readFileSync(pids, 'utf8').split(' ').map(Number).every(isGone);
+    await expect.poll(gone, { timeout: 5000 }).toBe(true);
+  });
+
+  test('one that is slow but prints is waited for', async () => {
+    const path = program('for i in range(6):\n  print(json.dumps({"input": str(i)}))\n  time.sleep(0.4)');
+    expect(await loadItems(path, { silenceMs: 1500 })).toHaveLength(6);
+  });
+
+  test('what it leaves running does not hold the run', async () => {
+    const path = program('import subprocess\nsubprocess.Popen(["sleep", "60"])\nprint(\'{"input": "a"}\')');
+    expect(await loadItems(path)).toHaveLength(1);
+  });
+
+  test('without its interpreter it cannot be started', async () => {
+    expect(await problemsOf(program(''), { python: '/no/python' })).toEqual([
+      '--data.prompt_dataset FILE: could not be started with /no/python',
+    ]);
+  });
+
+  test('the same program with other arguments is another source', async () => {
+    const path = program('print(json.dumps({"input": sys.argv[1]}))');
+    expect((await load(`${path} 1,${path} 2`)).sources).toHaveLength(2);
+    expect(await problemsOf(`${path} 1,${path} 1`)).toEqual([`--data.prompt_dataset ${path} 1: is named twice`]);
+  });
+});
+
+/** Dead or a zombie that nobody has reaped yet. */
+function isGone(pid: number): boolean {
+  try {
+    const stat = readFileSync(`/proc/${pid}/stat`, 'utf8');
+    return stat.slice(stat.lastIndexOf(')') + 2).startsWith('Z');
+  } catch {
+    return true;
+  }
+}
 
 // ---- Several sources ----
 

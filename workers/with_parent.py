@@ -2,9 +2,10 @@
 
     python workers/with_parent.py PROGRAM.py ARGS
 
-stdin is a pipe that the parent holds and writes nothing into. When it ends, this process kills its group, which it
-leads, so that a program that never looks is gone too, with all it started. The program has an empty stdin of its
-own; its exit status or signal becomes that of this process. Started by molt/sources.ts, for prompts.
+stdin is a pipe that the parent holds and writes nothing into. When it ends, this process kills its group,
+which it leads, so that a program that never looks is gone too, with all it started. The program has an empty
+stdin of its own; its exit status or signal becomes that of this process.
+Started by molt/sources.ts, for prompts.
 """
 
 from __future__ import annotations
