@@ -85,6 +85,10 @@ export async function loadAgent(path: string): Promise<AgentFactory> {
   } catch (error) {
     throw new Error(`Agent ${path}: making an Env throws: ${whatWasThrown(error)}`, { cause: error });
   }
+  if (probe instanceof Promise) {
+    probe.catch(() => {}); // it is not looked at any further
+    throw new Error(`Agent ${path} makes a promise, expected an Env at once`);
+  }
   for (const method of ['reset', 'step']) {
     if (typeof (probe as Record<string, unknown> | null)?.[method] !== 'function') {
       throw new Error(`Agent ${path} has no ${method}(): an Env needs reset(task) and step(turn)`);

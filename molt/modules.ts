@@ -18,13 +18,27 @@ export async function importModule(path: string): Promise<Readonly<Record<string
   }
 }
 
+/** Codes of Node for a module, or one that it imports, that is not there or is none. */
+const NO_MODULE =
+  /^(MODULE_NOT_FOUND|ERR_(MODULE_NOT_FOUND|UNSUPPORTED_DIR_IMPORT|UNKNOWN_FILE_EXTENSION|PACKAGE_.*))$/;
+
 function whatIsWrong(error: unknown): string {
-  const message = error instanceof Error ? error.message : String(error);
+  if (!(error instanceof Error)) return `throws on import: ${whatWasThrown(error)}`;
+  const { message } = error;
   // esbuild, under tsx:  Transform failed with 1 error:\n/path/x.ts:2:18: ERROR: Expected ...
-  const parse = /^Transform failed[^\n]*\n(.*?):(\d+:\d+): ERROR: ([^\n]*)/.exec(message);
-  if (parse) return `${shortPath(parse[1] ?? '')}:${parse[2]}: ${parse[3]}`;
-  if (error instanceof SyntaxError) return `does not parse: ${oneLine(message)}`;
-  if (/^Cannot find (module|package)/.test(message)) return oneLine(message.split('\nRequire stack:')[0] ?? '');
+  const transform = /^Transform failed[^\n]*\n(.*?):(\d+:\d+): ERROR: ([^\n]*)/.exec(message);
+  if (transform) return `${shortPath(transform[1] ?? '')}:${transform[2]}: ${transform[3]}`;
+  // Node:  the stack begins with  file:///path/x.js:2
+  const [place] = error.stack?.split('\n') ?? [];
+  if (error instanceof SyntaxError) {
+    const at = /^((?:file:\/\/)?\/.*):(\d+)$/.exec(place ?? '');
+    return `${at ? `${pathOf(at[1] ?? '')}:${at[2]}: ` : ''}${oneLine(message)}`;
+  }
+  const { code, requireStack } = error as { code?: unknown; requireStack?: unknown };
+  if (typeof code === 'string' && NO_MODULE.test(code)) {
+    const from = Array.isArray(requireStack) && typeof requireStack[0] === 'string' ? requireStack[0] : null;
+    return `${oneLine(message.split('\nRequire stack:')[0] ?? '')}${from ? ` imported from ${shortPath(from)}` : ''}`;
+  }
   return `throws on import: ${whatWasThrown(error)}`;
 }
 
@@ -39,12 +53,15 @@ export function whatWasThrown(error: unknown): string {
 /** The topmost frame that is neither Node nor a package: `x.ts:3:7`, '' when there is none. */
 function placeOf(error: Error): string {
   for (const line of error.stack?.split('\n') ?? []) {
-    const frame = /^\s+at .*?\(?((?:file:\/\/)?\/[^()]*):(\d+:\d+)\)?$/.exec(line);
-    if (!frame?.[1] || frame[1].includes('/node_modules/')) continue;
-    const path = frame[1].startsWith('file:') ? fileURLToPath(frame[1].replace(/\?.*$/, '')) : frame[1];
-    return `${shortPath(path)}:${frame[2]}`;
+    const frame = /^\s+at (?:async |.*\()?((?:file:\/\/)?\/[^()]*):(\d+:\d+)\)?$/.exec(line);
+    if (frame?.[1] && !frame[1].includes('/node_modules/')) return `${pathOf(frame[1])}:${frame[2]}`;
   }
   return '';
+}
+
+/** Of a path or a file URL, as short as it can be said. */
+function pathOf(place: string): string {
+  return shortPath(place.startsWith('file:') ? fileURLToPath(place.replace(/\?.*$/, '')) : place);
 }
 
 /** Relative where that is inside the working directory. */

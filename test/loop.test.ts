@@ -531,6 +531,12 @@ describe('failures', () => {
       const noModel = run('no-model', '--tokenizer.kind', 'python', '--actor.model_name_or_path', 'test/fixtures');
       expect(await noModel.exit).toBe(2);
       expect(noModel.out).toContain('--actor.model_name_or_path test/fixtures: has no config.json, no tokenizer.json');
+      const broken = join(dir, 'broken.ts');
+      writeFileSync(broken, 'export class agent {\n  reset( { return 1; }\n}\n');
+      const noAgent = run('no-agent', '--train.agent_path', broken);
+      expect(await noAgent.exit).toBe(2);
+      const problem = `--train.agent_path: Cannot load agent ${broken}: ${broken}:2:18: Expected "}" but found "1"`;
+      expect(noAgent.out.trim().split('\n').slice(1)).toEqual([problem]); // behind the line of the config
       const it = run('bad', '--train.num_stepz', '5', '--rollout.temperature', '-1');
       expect(await it.exit).toBe(2);
       expect(it.out).toContain('--train.num_steps');
