@@ -137,6 +137,7 @@ export class PromptStream {
   readonly #items: readonly Item[]; // of all sources
   readonly #lanes: readonly Lane[];
   #cursors: Cursor[];
+  #misfits: number[]; // by lane: so many prompts behind its cursor are known not to fit, so as not to look again
   #lengths: Lengths | null = null;
   #measuring: Promise<void> | null = null;
 
@@ -152,6 +153,7 @@ export class PromptStream {
     this.#items = [...itemsOf(set)];
     this.#lanes = lanesOf(set, args.weights, `seed ${args.seed}`);
     this.#cursors = this.#lanes.map(() => ({ epoch: 0, index: 0, given: 0 }));
+    this.#misfits = this.#lanes.map(() => 0);
   }
 
   /** The first prompt as the sources have them, whatever the order. */
@@ -162,6 +164,7 @@ export class PromptStream {
   next(): Prompt {
     const turn = turnOf(this.#lanes, this.#cursors);
     const [lane, cursor] = [this.#lanes[turn] as Lane, this.#cursors[turn] as Cursor];
+    this.#misfits[turn] = 0;
     for (;;) {
       const at = this.#pass(lane, cursor);
       const prompt = { source: this.#sourceOf(at), epoch: cursor.epoch, ...(this.#items[at] as Item) };
@@ -200,6 +203,7 @@ export class PromptStream {
   /** From now on gives out only what fits. */
   set filter(filter: Filter) {
     this.#lengths = new Lengths(filter, this.#items.length);
+    this.#misfits = this.#lanes.map(() => 0);
   }
 
   /** The next `n` prompts can be given out without waiting. */
@@ -241,8 +245,12 @@ export class PromptStream {
     for (let given = 0; given < n || (wanted.size > 0 && given < n + BATCH_ITEMS); given++) {
       const turn = turnOf(this.#lanes, cursors);
       const [lane, cursor] = [this.#lanes[turn] as Lane, cursors[turn] as Cursor];
+      const isFirst = cursor.given === this.#cursors[turn]?.given;
+      let passed = isFirst ? (this.#misfits[turn] as number) : 0;
+      skip(lane, cursor, passed);
       cursor.given += 1;
-      for (let passed = 0; ; passed++) {
+      for (; ; passed++) {
+        if (isFirst) this.#misfits[turn] = passed;
         // Two epochs hold a whole one, in which every prompt came by.
         if (passed === 2 * lane.length) throw this.#noneFits(lane, lengths);
         const at = this.#pass(lane, cursor);
@@ -290,6 +298,7 @@ export class PromptStream {
     if (changes.length > 0)
       throw new ConfigError(changes.map((change) => `Cannot resume --data.prompt_dataset ${this.#names}: ${change}`));
     this.#cursors = position.lanes.map(({ epoch, index, given }) => ({ epoch, index, given }));
+    this.#misfits = this.#lanes.map(() => 0);
   }
 
   #isPlace(lanes: unknown): boolean {
@@ -343,6 +352,14 @@ function turnOf(lanes: readonly Lane[], cursors: readonly Cursor[]): number {
   }
   invariant(turn >= 0, 'the lanes are behind by 1 together, so one of k by at least 1/k');
   return turn;
+}
+
+function skip(lane: Lane, cursor: Cursor, prompts: number): void {
+  cursor.index += prompts;
+  while (cursor.index > lane.length) {
+    cursor.epoch += 1;
+    cursor.index -= lane.length;
+  }
 }
 
 function orderOf(lane: Lane, epoch: number): Int32Array {

@@ -328,14 +328,20 @@ async function train(args: Train): Promise<void> {
   });
   const maxPromptLen = options['data.max_prompt_len'];
   const promptLog = new PromptLog({ ledger, maxPromptLen, progress, say });
+  let measured = 0;
   const filter = (split: Split): Filter => ({
     limit: maxPromptLen,
-    measure: (prompts) => measure(workers.tokenizer, prompts),
+    measure: (prompts) => {
+      measured += prompts.length;
+      if (!stopper.hasSteps) progress.show(`measured ${measured} prompts`, 0); // many that do not fit take a while
+      return measure(workers.tokenizer, prompts);
+    },
     onDropped: (dropped) => promptLog.dropped(split, dropped),
   });
   stream.filter = filter('train');
   await orFatal(stream.ahead(batchSize)); // nothing that fits: say it now
   const heldOut = await orFatal(fitting(args.prompts.heldOut, filter('heldout')));
+  progress.clear();
   if (heldOut.length < args.prompts.heldOut.length) say(promptLog.summary('heldout', args.prompts.heldOut.length));
   refit.probes = await probeRows(workers.tokenizer, stream.first, facts.vocabSize, options['data.max_len']);
   if (from) {
