@@ -11,11 +11,10 @@
  * touches no other. It is not a sandbox: code of the environment runs in the runner's process.
  * Called by runner.ts, one call of `runEnv` per rollout. Elsewhere called: environment, verifier, reward function.
  */
-import { resolve } from 'node:path';
+import { importModule, whatWasThrown } from './modules.ts';
 import type { SampledTurn, TurnNode } from './session.ts';
 import { Session } from './session.ts';
 import type { EndReason, Json, Message, Sampling, ToolCall, Trajectory } from './types.ts';
-import { failureText, importUserModule } from './user_module.ts';
 
 // ---- What a user writes ----
 
@@ -63,12 +62,19 @@ export interface Env {
 
 export type AgentFactory = () => Env;
 
-/** Import the module of `train.agent_path`. Throws an Error with one line that says what is wrong with it. */
+/** Import the module of `train.agent_path`. Throws an error of one line that names the file and what is wrong with it. */
 export async function loadAgent(path: string): Promise<AgentFactory> {
-  const { agent, ...others } = await importUserModule(path);
+  let module: Readonly<Record<string, unknown>>;
+  try {
+    module = await importModule(path);
+  } catch (error) {
+    throw new Error(`Cannot load agent ${path}: ${(error as Error).message}`, { cause: error });
+  }
+  const agent = module.agent;
   if (typeof agent !== 'function') {
-    const found = Object.keys(others).join(', ') || 'nothing else';
-    throw new Error(`must export \`agent\`, a class or a function that makes an Env; it exports ${found}`);
+    throw new Error(
+      `Agent ${path} must export \`agent\`, a class or a function that makes an Env; it exports ${Object.keys(module).join(', ') || 'nothing'}`,
+    );
   }
   const make = /^class\b/.test(Function.prototype.toString.call(agent))
     ? () => new (agent as new () => Env)()
@@ -77,16 +83,23 @@ export async function loadAgent(path: string): Promise<AgentFactory> {
   try {
     probe = make();
   } catch (error) {
-    throw new Error(`its agent cannot be made: ${failureText(error, resolve(path))}`);
+    throw new Error(`Agent ${path}: making an Env throws: ${whatWasThrown(error)}`, { cause: error });
+  }
+  if (probe instanceof Promise) {
+    probe.catch(() => {}); // it is not looked at any further
+    throw new Error(`Agent ${path} makes a promise, expected an Env at once`);
   }
   for (const method of ['reset', 'step']) {
-    if (typeof (probe as Record<string, unknown> | null | undefined)?.[method] !== 'function')
-      throw new Error(`its agent has no ${method}(): an Env needs reset(task) and step(turn)`);
+    if (typeof (probe as Record<string, unknown> | null)?.[method] !== 'function') {
+      throw new Error(`Agent ${path} has no ${method}(): an Env needs reset(task) and step(turn)`);
+    }
   }
   try {
     await closed(probe as Env);
   } catch (error) {
-    throw new Error(`its close() fails on an agent that was not used: ${failureText(error, resolve(path))}`);
+    throw new Error(`Agent ${path}: close() of an Env that was never used throws: ${whatWasThrown(error)}`, {
+      cause: error,
+    });
   }
   return make;
 }

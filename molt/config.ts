@@ -14,11 +14,11 @@
  * Paths are relative to the working directory. Called by loop.ts, and by recipes for `defineRecipe`.
  * Elsewhere called flags, arguments, hyper-parameters.
  */
-import { existsSync, readdirSync, readFileSync } from 'node:fs';
+import { existsSync, readdirSync, readFileSync, statSync } from 'node:fs';
 import { join, relative, resolve } from 'node:path';
 import yargs from 'yargs';
+import { importModule } from './modules.ts';
 import type { Json } from './types.ts';
-import { importUserModule } from './user_module.ts';
 
 // ---- The shape of a row ----
 
@@ -27,7 +27,7 @@ interface Condition {
   readonly option: string;
   readonly is?: readonly (string | number | boolean)[];
   readonly not?: readonly (string | number | boolean)[];
-  readonly ends?: readonly string[]; // the value, a path, ends in one of these
+  readonly ends?: readonly string[]; // a source it names ends in one of these
 }
 interface Range {
   readonly min?: number;
@@ -60,7 +60,11 @@ interface Pair extends Row, Range {
   readonly type: 'pair'; // two numbers, both within the range
   readonly default: readonly [number, number];
 }
-type Spec = Plain | Bool | Num | Choice | Pair;
+interface List extends Row, Range {
+  readonly type: 'ints' | 'floats'; // any number of them, each within the range; one word with commas
+  readonly default: readonly number[];
+}
+type Spec = Plain | Bool | Num | Choice | Pair | List;
 
 type Effect = Pick<Row, 'effect'>;
 const text = (value: string, help: string, more: Effect = {}): Plain => ({
@@ -89,6 +93,18 @@ const float = (value: number, help: string, more: Effect & Range = {}): Num => (
 });
 const pair = (value: readonly [number, number], help: string, more: Effect & Range = {}): Pair => ({
   type: 'pair',
+  default: value,
+  help,
+  ...more,
+});
+const ints = (value: readonly number[], help: string, more: Effect & Range = {}): List => ({
+  type: 'ints',
+  default: value,
+  help,
+  ...more,
+});
+const floats = (value: readonly number[], help: string, more: Effect & Range = {}): List => ({
+  type: 'floats',
   default: value,
   help,
   ...more,
@@ -126,6 +142,10 @@ const PYTHON = [
   { option: 'engine.kind', not: ['simulated'] },
   { option: 'trainer.kind', not: ['simulated'] },
   { option: 'tokenizer.kind', not: ['simulated'] },
+] as const;
+const PROGRAMS = [
+  { option: 'data.prompt_dataset', ends: ['.py'] },
+  { option: 'eval.dataset', ends: ['.py'] },
 ] as const;
 const SAVED = [
   { option: 'ckpt.save_steps', not: [0] },
@@ -258,18 +278,36 @@ export const OPTIONS = {
 
   'data.prompt_dataset': text(
     '',
-    'training prompts: a .jsonl or .json file, or a module that exports `prompts`; empty = the recipe',
+    'training prompts: one source or several with commas between them, each a .jsonl or .json file, a module that ' +
+      'exports `prompts`, or a Python program that prints them (FILE.py and its arguments); empty = the recipe',
+  ),
+  'data.prompt_probs': floats(
+    [],
+    'shares of the sources, one number each with commas between them; empty = all prompts together, each once an epoch',
+    { above: 0 },
   ),
   'data.input_key': text('input', 'column with the text or the chat messages of a prompt', { effect: FILES }),
   'data.label_key': text('label', 'column with the label the agent is given; empty = none', { effect: FILES }),
   'data.tools_key': text('', 'column with the JSON schemas of the tools; empty = none', { effect: FILES }),
   'data.max_len': int(2048, 'tokens of a whole trajectory, prompt included', { min: 2 }),
-  'data.max_samples': int(
+  'data.max_prompt_len': int(
     0,
-    'prompts to train on, drawn by train.seed, or the first ones without data.shuffle; 0 = all',
+    'tokens of a prompt as the data gives it (chat template and tools; what the agent adds to it is not counted); ' +
+      'longer ones are left out of training and evaluation and counted; 0 = data.max_len - rollout.max_new_tokens',
+    { min: 0 },
+  ),
+  'data.max_samples': ints(
+    [0],
+    'prompts to train on from each source (one number for all, or one each with commas between them), drawn by ' +
+      'train.seed, or the first ones without data.shuffle; 0 = all',
     { min: 0 },
   ),
   'data.shuffle': bool(true, 'another order of the prompts in each epoch, by train.seed; false = as they come'),
+  'data.silence_s': float(300, 'seconds without a line after which a Python program that prints prompts is killed', {
+    above: 0,
+    max: 2_000_000,
+    effect: PROGRAMS,
+  }),
 
   'eval.dataset': text(
     '',
@@ -280,7 +318,10 @@ export const OPTIONS = {
     effect: EVALUATED,
   }),
   'eval.eval_at_start': bool(true, 'evaluate before the first step of a new run', { effect: EVALUATED }),
-  'eval.max_samples': int(0, 'prompts to evaluate, drawn by train.seed once; 0 = all', { min: 0, effect: EVALUATED }),
+  'eval.max_samples': ints([0], 'prompts to evaluate from each source, as data.max_samples; drawn by train.seed once', {
+    min: 0,
+    effect: EVALUATED,
+  }),
   'eval.n_samples_per_prompt': int(1, 'rollouts of one prompt in an evaluation', { min: 1, effect: EVALUATED }),
   'eval.temperature': float(1, 'sampling temperature of evaluation', { min: 0, effect: EVALUATED }),
   'eval.greedy': bool(true, 'one more pass at temperature 0, at the start and at the end', { effect: EVALUATED }),
@@ -337,7 +378,9 @@ export const OPTIONS = {
   'launch.silence_s': float(60, 'seconds without a sign of life after which a worker is killed', { above: 0 }),
   'launch.ready_s': float(600, 'the same while it loads its model', { above: 0 }),
   'launch.max_restarts': int(3, 'restarts of one engine or runner before the run goes on without it', { min: 0 }),
-  'launch.python': text('', 'interpreter of the Python workers; empty = .venv of the repository', { effect: PYTHON }),
+  'launch.python': text('', 'interpreter of Python workers and prompts; empty = .venv of the repository', {
+    effect: [...PYTHON, ...PROGRAMS],
+  }),
 
   'simulated.script': text(
     '',
@@ -355,9 +398,18 @@ type ValueOf<S> = S extends { readonly type: 'string' }
       ? number
       : S extends { readonly type: 'choice'; readonly choices: readonly (infer C)[] }
         ? C
-        : readonly [number, number];
+        : S extends { readonly type: 'pair' }
+          ? readonly [number, number]
+          : readonly number[];
 /** Every option with its value, under its dotted name. */
 export type Options = { readonly [K in OptionName]: ValueOf<(typeof OPTIONS)[K]> };
+/** The same as a recipe writes it: a list of one may be a plain number. */
+export type RecipeOptions = {
+  readonly [K in OptionName]?:
+    | Options[K]
+    | ((typeof OPTIONS)[K] extends { readonly type: 'ints' | 'floats' } ? number : never)
+    | undefined;
+};
 export type Source = 'default' | 'recipe' | 'cli';
 
 // ---- What one option cannot see ----
@@ -410,6 +462,32 @@ const CHECKS: readonly Check[] = [
   {
     options: ['data.prompt_dataset'],
     problem: (o) => (o['data.prompt_dataset'] === '' ? 'required, because the recipe does not export `prompts`' : null),
+  },
+  { options: ['data.prompt_dataset'], problem: (o) => emptySource(o['data.prompt_dataset']) },
+  { options: ['eval.dataset'], problem: (o) => emptySource(o['eval.dataset']) },
+  {
+    options: ['data.prompt_probs', 'data.prompt_dataset'],
+    problem: (o) => {
+      const [weights, sources] = [o['data.prompt_probs'].length, splitSources(o['data.prompt_dataset']).length];
+      if (weights === 0 || sources === 0) return null;
+      if (sources === 1) return 'has no effect with one source';
+      return weights === sources ? null : `has ${weights} weights for ${sources} sources`;
+    },
+  },
+  {
+    options: ['data.max_samples', 'data.prompt_dataset'],
+    problem: (o) => oneOrEach(o['data.max_samples'], o['data.prompt_dataset']),
+  },
+  {
+    options: ['eval.max_samples', 'eval.dataset'],
+    problem: (o) => oneOrEach(o['eval.max_samples'], o['eval.dataset']),
+  },
+  {
+    options: ['data.max_prompt_len', 'data.max_len'],
+    problem: (o) =>
+      o['data.max_prompt_len'] < o['data.max_len']
+        ? null
+        : `must be < data.max_len (${o['data.max_len']}), or a prompt leaves no room to answer`,
   },
   {
     options: ['actor.model_name_or_path', 'engine.kind', 'trainer.kind', 'tokenizer.kind'],
@@ -466,6 +544,16 @@ const CHECKS: readonly Check[] = [
   },
 ];
 
+function emptySource(list: string): string | null {
+  return splitSources(list).some(({ text }) => text === '') ? 'names an empty source (a comma too many)' : null;
+}
+
+function oneOrEach(numbers: readonly number[], list: string): string | null {
+  const sources = splitSources(list).length;
+  if (sources === 0 || numbers.length === 1 || numbers.length === sources) return null;
+  return `has ${numbers.length} numbers for ${sources} source${sources === 1 ? '' : 's'}; give one, or one for each source`;
+}
+
 function ordered([low, high]: readonly [number, number]): string | null {
   return low < high ? null : 'the first number must be < the second';
 }
@@ -486,7 +574,7 @@ function isFilled(directory: string): boolean {
  * is checked after it, everything else (agent, run directory, Python) before.
  */
 export interface Recipe {
-  readonly options?: Partial<Options>;
+  readonly options?: RecipeOptions;
   readonly prepare?: (options: Options, say: (line: string) => void) => void | Promise<void>;
 }
 
@@ -663,6 +751,9 @@ function readWords(raw: unknown, spec: Spec): Read {
   if (spec.type === 'bool')
     return checkValue(text === '' || text === 'true' ? true : text === 'false' ? false : text, spec);
   if (spec.type === 'int' || spec.type === 'float') return checkValue(toNumber(text), spec);
+  if (spec.type === 'ints' || spec.type === 'floats') {
+    return checkValue(text.trim() === '' ? [] : text.split(',').map((word) => toNumber(word.trim())), spec);
+  }
   return checkValue(text, spec);
 }
 
@@ -690,11 +781,13 @@ async function importRecipe(name: string | null, path: string, problems: string[
     problems.push(`Recipe ${name}: ${why}`);
     return NO_RECIPE;
   };
-  let module: Record<string, unknown>;
+  if (!existsSync(path)) return refuse('no such file');
+  if (!statSync(path).isFile()) return refuse('is not a file');
+  let module: Readonly<Record<string, unknown>>;
   try {
-    module = await importUserModule(path);
+    module = await importModule(path);
   } catch (error) {
-    return refuse(messageOf(error));
+    return refuse(`cannot be loaded: ${messageOf(error)}`);
   }
   const recipe = module.default;
   if (!isRecord(recipe)) return refuse('must have `export default defineRecipe({ ... })`');
@@ -720,7 +813,9 @@ function readRecipeOptions(recipe: Recipe, set: SetOption, unreadable: Set<strin
       problems.push(`--${name} ${JSON.stringify(value)} (recipe): unknown option${suggestion(name)}`);
       continue;
     }
-    const read = checkValue(value, OPTIONS[name]);
+    const spec: Spec = OPTIONS[name];
+    const isOne = (spec.type === 'ints' || spec.type === 'floats') && typeof value === 'number';
+    const read = checkValue(isOne ? [value] : value, spec);
     if (read.problem === null) {
       set(name, read.value, 'recipe');
     } else {
@@ -734,10 +829,15 @@ function readRecipeOptions(recipe: Recipe, set: SetOption, unreadable: Set<strin
 function fillDefaults(values: Record<string, unknown>, recipePath: string, module: RecipeModule): void {
   const here = relative(process.cwd(), recipePath) || recipePath;
   if (values['train.agent_path'] === '' && module.hasAgent) values['train.agent_path'] = here;
-  if (values['data.prompt_dataset'] === '' && module.hasPrompts) values['data.prompt_dataset'] = here;
-  if (values['eval.dataset'] === '' && module.hasPrompts) values['eval.dataset'] = here;
+  const source = here.includes(',') ? `"${here}"` : here;
+  if (values['data.prompt_dataset'] === '' && module.hasPrompts) values['data.prompt_dataset'] = source;
+  if (values['eval.dataset'] === '' && module.hasPrompts) values['eval.dataset'] = source;
   if (values['eval.dataset'] === 'none') values['eval.dataset'] = '';
   if (values['engine.max_len'] === 0) values['engine.max_len'] = values['data.max_len'];
+  if (values['data.max_prompt_len'] === 0) {
+    const room = (values['data.max_len'] as number) - (values['rollout.max_new_tokens'] as number);
+    values['data.max_prompt_len'] = Math.max(1, room); // less is refused as rollout.max_new_tokens
+  }
 }
 
 // ---- Checks ----
@@ -766,6 +866,10 @@ function accepts(value: unknown, spec: Spec): boolean {
         value.length === 2 &&
         value.every((item) => typeof item === 'number' && within(item, spec))
       );
+    case 'ints':
+      return Array.isArray(value) && value.every((item) => Number.isSafeInteger(item) && within(item, spec));
+    case 'floats':
+      return Array.isArray(value) && value.every((item) => typeof item === 'number' && within(item, spec));
   }
 }
 
@@ -794,6 +898,10 @@ function allowed(spec: Spec): string {
       return `a number${rangeText(spec)}`;
     case 'pair':
       return `two numbers${rangeText(spec)}`;
+    case 'ints':
+      return `integers${rangeText(spec)} with commas between them`;
+    case 'floats':
+      return `numbers${rangeText(spec)} with commas between them`;
   }
 }
 
@@ -836,7 +944,8 @@ function holds(condition: Condition, options: Options): boolean {
   const value = options[condition.option as OptionName] as string | number | boolean;
   if (condition.is !== undefined && !condition.is.includes(value)) return false;
   if (condition.not?.includes(value)) return false;
-  return condition.ends === undefined || condition.ends.some((ending) => String(value).endsWith(ending));
+  const { ends } = condition;
+  return ends === undefined || splitSources(String(value)).some(({ path }) => ends.some((e) => path.endsWith(e)));
 }
 
 function ruleText(rule: readonly Condition[]): string {
@@ -847,7 +956,7 @@ function ruleText(rule: readonly Condition[]): string {
         return condition.not[0] === ''
           ? `${condition.option} is set`
           : `${condition.option} is not ${condition.not.join(' or ')}`;
-      return `${condition.option} ends in ${condition.ends?.join(' or ')}`;
+      return `${condition.option} has a source that ends in ${condition.ends?.join(' or ')}`;
     })
     .join(', or ');
 }
@@ -855,7 +964,14 @@ function ruleText(rule: readonly Condition[]): string {
 /** How a problem names an option: as it was given, with where it came from. */
 function given(name: OptionName, options: Options, sources: Record<OptionName, Source>): string {
   const where = sources[name] === 'cli' ? '' : ` (${sources[name]})`;
-  return `--${name} ${show(options[name])}${where}`;
+  return `--${name} ${shown(name, options[name])}${where}`;
+}
+
+/** As it is typed: the numbers of a list have commas between them, those of a pair blanks. */
+function shown(name: OptionName, value: unknown): string {
+  const { type } = OPTIONS[name];
+  const isList = (type === 'ints' || type === 'floats') && Array.isArray(value);
+  return isList ? show(value.join(',')) : show(value);
 }
 
 function show(value: unknown): string {
@@ -935,6 +1051,42 @@ function valueSuggestion(value: unknown, spec: Spec): string {
   return near === null ? '' : `, did you mean ${near}?`;
 }
 
+// ---- Sources of prompts ----
+
+/** One entry of data.prompt_dataset or eval.dataset. */
+export interface PromptSource {
+  readonly text: string; // as it was given
+  readonly path: string;
+  readonly args: readonly string[]; // of a Python program
+}
+
+/**
+ * The entries of a list with commas between them. Quotes around a path or an argument keep commas and blanks in it;
+ * only behind a .py do blanks separate, for a path may have some.
+ */
+export function splitSources(list: string): PromptSource[] {
+  if (list.trim() === '') return [];
+  const QUOTED = /(['"])(.*?)\1(?=[\s,]|$)/y; // tried only where a word begins
+  const entries: string[] = [''];
+  for (let at = 0; at < list.length; ) {
+    QUOTED.lastIndex = at;
+    const quoted = at === 0 || /[\s,]/.test(list[at - 1] as string) ? QUOTED.exec(list)?.[0] : undefined;
+    if (quoted === undefined && list[at] === ',') entries.push('');
+    else entries.push(`${entries.pop()}${quoted ?? list[at]}`);
+    at += quoted?.length ?? 1;
+  }
+  return entries.map((entry) => {
+    const text = entry.trim();
+    const words = (text.match(/(?<!\S)(['"]).*?\1(?!\S)|\S+/g) ?? []).map(unquoted);
+    const [program = '', ...args] = words;
+    return program.endsWith('.py') ? { text, path: program, args } : { text, path: unquoted(text), args: [] };
+  });
+}
+
+function unquoted(word: string): string {
+  return /^(['"])(.*)\1$/s.exec(word)?.[2] ?? word;
+}
+
 // ---- Saving and showing ----
 
 /** config.json of a run: everything needed to see what was run and what decided it. */
@@ -948,13 +1100,15 @@ export function changedOptions(saved: Json, now: Config): string[] {
   return optionNames()
     .filter((name) => name !== 'run.resume' && name !== 'run.dir')
     .filter((name) => JSON.stringify(before[name]) !== JSON.stringify(now.options[name]))
-    .map((name) => `--${name} was ${show(before[name])}, is ${show(now.options[name])}`);
+    .map((name) => `--${name} was ${shown(name, before[name])}, is ${shown(name, now.options[name])}`);
 }
 
 /** The resolved config in one line: what is not at its default. */
 export function formatConfig(config: Config): string {
   const set = optionNames().filter((name) => config.sources[name] !== 'default');
-  const parts = set.map((name) => `${name}=${show(config.options[name])}${config.sources[name] === 'cli' ? '*' : ''}`);
+  const parts = set.map(
+    (name) => `${name}=${shown(name, config.options[name])}${config.sources[name] === 'cli' ? '*' : ''}`,
+  );
   return `Recipe ${relative(process.cwd(), config.recipePath)}: ${parts.join(' ') || 'all defaults'}`;
 }
 
@@ -994,7 +1148,7 @@ export function optionsTable(): string {
     const rule = effectOf(name);
     const kind = spec.type === 'choice' ? spec.choices.join(', ') : allowed(spec);
     const effect = rule === undefined ? '' : `; only when ${ruleText(rule)}`;
-    return `| \`${name}\` | ${show(spec.default) || "''"} | ${kind} | ${`${spec.help}${effect}`.replaceAll('|', '\\|')} |`;
+    return `| \`${name}\` | ${shown(name, spec.default)} | ${kind} | ${`${spec.help}${effect}`.replaceAll('|', '\\|')} |`;
   });
   return ['| option | default | allowed | meaning |', '|---|---|---|---|', ...rows].join('\n');
 }
@@ -1006,7 +1160,7 @@ function optionHelp(name: OptionName): string[] {
   const head = `  --${name}`.padEnd(42);
   const kind = spec.type === 'choice' ? spec.choices.join(' | ') : allowed(spec);
   return [
-    `${head} ${kind} (default ${show(spec.default)})`,
+    `${head} ${kind} (default ${shown(name, spec.default)})`,
     ...wrap(`${spec.help}${effect}`, HELP_WIDTH - 6).map((line) => `      ${line}`),
   ];
 }

@@ -20,6 +20,7 @@ import { randomBytes } from 'node:crypto';
 import { closeSync, existsSync, fstatSync, mkdirSync, openSync, readSync, realpathSync } from 'node:fs';
 import { createRequire } from 'node:module';
 import { dirname, isAbsolute, join, resolve } from 'node:path';
+import type { Readable } from 'node:stream';
 import { setTimeout as sleep } from 'node:timers/promises';
 import { fileURLToPath, pathToFileURL } from 'node:url';
 import { type Bus, EXIT_BAD_INPUT, type Peer } from './bus.ts';
@@ -270,6 +271,32 @@ function signalProcess(pid: number, signal: NodeJS.Signals): void {
   } catch (error) {
     if ((error as NodeJS.ErrnoException).code !== 'ESRCH') throw error;
   }
+}
+
+// ---- Programs ----
+
+/** A child that is no worker: this process reads what it prints. */
+export interface Program {
+  readonly name: string;
+  readonly stdout: Readable;
+  readonly stderr: Readable;
+  readonly exited: Promise<Exit>; // never rejects
+  readonly kill: () => void; // its group; harmless when it is gone
+}
+
+/** Start one, as the leader of a group with a stdin pipe; under workers/with_parent.py it then ends when we do. */
+export function startProgram(command: readonly string[], env: Readonly<Record<string, string>>): Program {
+  const [program = '', ...args] = command;
+  const settings = { ...process.env, PYTHONUNBUFFERED: '1', ...env };
+  const child = spawn(program, args, { detached: true, stdio: ['pipe', 'pipe', 'pipe'], env: settings });
+  child.stdin.on('error', () => {}); // its exit tells
+  let isGone = false;
+  const exited = exitOf(child).then((exit) => {
+    killGroup(child); // what it started and left behind
+    isGone = true;
+    return exit;
+  });
+  return { name: program, stdout: child.stdout, stderr: child.stderr, exited, kill: () => isGone || killGroup(child) };
 }
 
 // ---- Commands ----

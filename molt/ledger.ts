@@ -33,6 +33,15 @@ export type LedgerEvent =
       readonly tokens: number;
       readonly versions: readonly number[]; // oldest and newest that sampled it
     }
+  | {
+      readonly kind: 'prompt_dropped'; // before it was dispatched
+      readonly split: 'train' | 'heldout';
+      readonly source: string;
+      readonly epoch: number;
+      readonly index: number;
+      readonly reason: 'prompt_too_long' | 'prompt_unrenderable';
+      readonly detail: number | string; // tokens, or the error of the chat template
+    }
   | { readonly kind: 'dropped'; readonly groupId: string; readonly reason: DropReason }
   | {
       readonly kind: 'batch';

@@ -21,7 +21,7 @@
 import { createHash } from 'node:crypto';
 import { existsSync, mkdtempSync, realpathSync, rmSync } from 'node:fs';
 import { tmpdir } from 'node:os';
-import { join, resolve } from 'node:path';
+import { join } from 'node:path';
 import { monitorEventLoopDelay } from 'node:perf_hooks';
 import { fileURLToPath } from 'node:url';
 import { Buffer, isTrainable } from './buffer.ts';
@@ -29,7 +29,16 @@ import { Bus } from './bus.ts';
 import { type Checkpoint, newestCheckpoint, saveCheckpoint } from './checkpoint.ts';
 import type { Config, Options } from './config.ts';
 import { ConfigError, formatConfig, HelpRequested, loadConfig } from './config.ts';
-import { loadPrompts, PromptStream, promptsOf, sharedInputs } from './data.ts';
+import {
+  type Filter,
+  fitting,
+  type Length,
+  loadPrompts,
+  type PromptSet,
+  PromptStream,
+  promptsOf,
+  sharedInputs,
+} from './data.ts';
 import type { Job } from './dispatch.ts';
 import { credit, standardDeviation } from './estimators.ts';
 import { constantBest, type Evaluation, evaluate } from './evaluate.ts';
@@ -37,13 +46,14 @@ import type { Generator } from './generator.ts';
 import { Launcher, type Worker } from './launch.ts';
 import { Ledger } from './ledger.ts';
 import { formatStep, MetricsWriter, Progress } from './metrics.ts';
+import { placeOf } from './modules.ts';
 import { planBatch } from './packing.ts';
 import { checkModel, checkSurroundings, type Finding, findingsTable } from './preflight.ts';
 import type { Refit } from './refit.ts';
 import { closeRunDir, discardRunDir, openRunDir } from './run_dir.ts';
+import type { Split } from './sources.ts';
 import { learningRate, type StepResult } from './trainer.ts';
 import { type Group, invariant, type Prompt, type Rollout, type Sampling } from './types.ts';
-import { placeOf } from './user_module.ts';
 import { openWorkers, type Workers } from './workers.ts';
 
 /** Parity bounds (DESIGN, invariant 3.4): mean |dlogp| of a step or of the probes at the start. */
@@ -91,7 +101,7 @@ export async function doctor(argv: readonly string[]): Promise<number> {
       findings.push({ check: 'template', status: facts.templateExact ? 'ok' : 'warning', text: facts.templateNote });
       workers.refit.probes = await probeRows(
         workers.tokenizer,
-        prompts.example,
+        prompts.stream.first,
         facts.vocabSize,
         config.options['data.max_len'],
       );
@@ -270,8 +280,7 @@ function say(line: string): void {
 
 interface Prompts {
   readonly stream: PromptStream;
-  readonly heldOut: readonly Prompt[]; // empty = no evaluation
-  readonly example: Prompt; // for probes
+  readonly heldOut: readonly Prompt[]; // empty = no evaluation; not measured yet
 }
 
 /** Everything is read and checked before any process starts. Null when there is a problem, which the finding tells. */
@@ -288,33 +297,41 @@ async function loadAllPrompts(options: Options): Promise<[Prompts | null, Findin
 
 async function readAllPrompts(options: Options): Promise<Prompts> {
   const seed = options['train.seed'];
+  const shuffle = options['data.shuffle'];
   const shared = {
     seed,
     inputKey: options['data.input_key'],
     labelKey: options['data.label_key'],
     toolsKey: options['data.tools_key'],
+    python: options['launch.python'],
+    silenceMs: options['data.silence_s'] * 1000,
+    warn: (line: string) => console.error(line),
   };
-  const shuffle = options['data.shuffle'];
-  const training = await loadPrompts({
-    ...shared,
-    path: options['data.prompt_dataset'],
+  const problems: string[] = [];
+  const load = (more: Pick<Parameters<typeof loadPrompts>[0], 'sources' | 'split' | 'maxSamples' | 'shuffle'>) =>
+    loadPrompts({ ...shared, ...more }).catch((error: unknown): PromptSet => {
+      if (!(error instanceof ConfigError)) throw error;
+      problems.push(...error.lines);
+      return { sources: [], sha256: '' };
+    });
+  const training = await load({
+    sources: options['data.prompt_dataset'],
     split: 'train',
     maxSamples: options['data.max_samples'],
     shuffle,
   });
-  const stream = new PromptStream(training, { seed, shuffle });
-  const example = promptsOf(training)[0] as Prompt; // loadPrompts refuses empty sources
-  if (options['eval.dataset'] === '') return { stream, heldOut: [], example };
-  const heldOut = await loadPrompts({
-    ...shared,
-    path: options['eval.dataset'],
+  const evaluated = await load({
+    sources: options['eval.dataset'],
     split: 'heldout',
     maxSamples: options['eval.max_samples'],
     shuffle: true,
   });
-  const overlap = sharedInputs(heldOut, training);
-  if (overlap > 0) console.warn(`Warning: ${overlap} of ${heldOut.items.length} held-out prompts are also trained on`);
-  return { stream, heldOut: promptsOf(heldOut), example };
+  if (problems.length > 0) throw new ConfigError(problems);
+  const heldOut = promptsOf(evaluated);
+  const overlap = sharedInputs(evaluated, training);
+  if (overlap > 0) console.warn(`Warning: ${overlap} of ${heldOut.length} held-out prompts are also trained on`);
+  const stream = new PromptStream(training, { seed, shuffle, weights: options['data.prompt_probs'] });
+  return { stream, heldOut };
 }
 
 // ---- The loop ----
@@ -332,7 +349,7 @@ interface Context extends Prepared {
 async function train(args: Context): Promise<void> {
   const { runDir, from, bus, workers, ledger, stopper, progress } = args;
   const { options } = args.config;
-  const { stream, heldOut, example } = args.prompts;
+  const { stream } = args.prompts;
   const { trainer, generator, refit, dispatch, orFatal } = workers;
   const numSteps = options['train.num_steps'];
   const batchSize = options['train.batch_size'];
@@ -358,7 +375,24 @@ async function train(args: Context): Promise<void> {
     dataHash: stream.position.sha256,
     resumedAt: from?.state.step ?? 0,
   });
-  refit.probes = await probeRows(workers.tokenizer, example, facts.vocabSize, options['data.max_len']);
+  const maxPromptLen = options['data.max_prompt_len'];
+  const promptLog = new PromptLog({ ledger, maxPromptLen, progress });
+  let measured = 0;
+  const filter = (split: Split): Filter => ({
+    limit: maxPromptLen,
+    measure: (prompts) => {
+      measured += prompts.length;
+      if (!stopper.hasSteps) progress.show(`measured ${measured} prompts`, 0); // many that do not fit take a while
+      return measure(workers.tokenizer, prompts);
+    },
+    onDropped: (dropped) => promptLog.dropped(split, dropped),
+  });
+  stream.filter = filter('train');
+  await orFatal(stream.ahead(batchSize)); // nothing that fits: say it now
+  const heldOut = await orFatal(fitting(args.prompts.heldOut, filter('heldout')));
+  progress.clear();
+  if (heldOut.length < args.prompts.heldOut.length) say(promptLog.summary('heldout', args.prompts.heldOut.length));
+  refit.probes = await probeRows(workers.tokenizer, stream.first, facts.vocabSize, options['data.max_len']);
   if (from) {
     await orFatal(trainer.restore(join(from.path, 'trainer')));
     ({ step, dispatched } = from.state);
@@ -397,6 +431,7 @@ async function train(args: Context): Promise<void> {
   const admit = () => {
     while (buffer.capacity > 0) {
       const prompt = stream.next();
+      promptLog.read++;
       const groupId = `g${dispatched++}`;
       buffer.admit(groupId, prompt);
       ledger.record({
@@ -436,6 +471,10 @@ async function train(args: Context): Promise<void> {
   /** The next batch: whole groups, the first that finished. */
   const nextBatch = async (): Promise<readonly Group[]> => {
     while (!buffer.ready) {
+      if (!stream.isAhead(buffer.capacity)) {
+        await orFatal(stream.ahead(buffer.capacity));
+        continue; // rollouts may have ended meanwhile
+      }
       admit();
       failures.check(hasTrained);
       const { running, waiting } = buffer.counts;
@@ -484,6 +523,7 @@ async function train(args: Context): Promise<void> {
       eval_reward_mean: sampled.rewardMean,
       eval_pass_at_k: sampled.passAtK,
       eval_num_prompts: sampled.prompts,
+      eval_dropped_prompts: args.prompts.heldOut.length - heldOut.length,
       eval_unjudged: sampled.unjudged,
       eval_constant_best: constant,
       time_eval_s: (performance.now() - begun) / 1000,
@@ -534,6 +574,7 @@ async function train(args: Context): Promise<void> {
     const begun = performance.now();
     const groups = await nextBatch();
     const generated = performance.now();
+    stream.ahead(batchSize).catch(workers.fail); // the tokenizer has nothing else to do while this batch trains
 
     // Credit
     const { samples, metrics: creditMetrics } = credit(groups, {
@@ -604,6 +645,7 @@ async function train(args: Context): Promise<void> {
       restarts: generator.restarts + dispatch.restarts,
       retries: bus.counters.retries ?? 0,
       dummy_micro_batches: plan.numDummies,
+      ...promptLog.takeStep(),
       ...Object.fromEntries([...drops].map(([reason, count]) => [`dropped_${reason}`, count])),
     };
     lag.reset();
@@ -622,6 +664,7 @@ async function train(args: Context): Promise<void> {
   // The end
   if (savedAt !== step && (stopper.signal || !options['ckpt.disable_final_save'])) await checkpoint();
   if (!stopper.signal) await evaluateNow(true);
+  if (promptLog.hasDropped) say(promptLog.summary('train', promptLog.totalRead));
   say(stopper.signal ? `Stopped after step ${step}` : `Done: ${step} steps, policy version ${refit.version}`);
   say(`Run directory ${runDir}`);
 }
@@ -716,6 +759,71 @@ function recordRollout(ledger: Ledger, rollout: Rollout): void {
   });
 }
 
+// ---- Prompts that are left out ----
+
+type PromptDrop = 'prompt_too_long' | 'prompt_unrenderable';
+
+/** What became of the prompts that data.ts passed: counts for the step and for the end; the first of a kind is said at once. */
+class PromptLog {
+  read = 0; // training prompts since the last step, dispatched or left out
+  #readBefore = 0;
+  readonly #args: Pick<Context, 'ledger' | 'progress'> & { readonly maxPromptLen: number };
+  readonly #counts: Record<Split, Map<PromptDrop, number>> = { train: new Map(), heldout: new Map() };
+  #step = new Map<PromptDrop, number>();
+
+  constructor(args: Pick<Context, 'ledger' | 'progress'> & { readonly maxPromptLen: number }) {
+    this.#args = args;
+  }
+
+  dropped(split: Split, { prompt, length }: Parameters<Filter['onDropped']>[0]): void {
+    const { ledger, maxPromptLen, progress } = this.#args;
+    const { source, epoch, index } = prompt;
+    const reason = typeof length === 'number' ? 'prompt_too_long' : 'prompt_unrenderable';
+    ledger.record({ kind: 'prompt_dropped', split, source, epoch, index, reason, detail: length });
+    const counts = this.#counts[split];
+    if (!counts.has(reason)) {
+      const why =
+        typeof length === 'number'
+          ? `it has ${length} tokens, data.max_prompt_len is ${maxPromptLen}`
+          : `the chat template cannot render it: ${length}`;
+      progress.clear();
+      say(`Left out prompt ${index + 1} of ${source}: ${why}; more of them are counted`);
+    }
+    counts.set(reason, (counts.get(reason) ?? 0) + 1);
+    if (split === 'heldout') return;
+    this.read++;
+    this.#step.set(reason, (this.#step.get(reason) ?? 0) + 1);
+  }
+
+  /** Metrics of a step. */
+  takeStep(): Record<string, number> {
+    const counts = Object.fromEntries([...this.#step].map(([reason, count]) => [`dropped_${reason}`, count]));
+    const out = { prompts_read: this.read, ...counts };
+    this.#readBefore += this.read;
+    this.read = 0;
+    this.#step = new Map();
+    return out;
+  }
+
+  get totalRead(): number {
+    return this.#readBefore + this.read;
+  }
+
+  get hasDropped(): boolean {
+    return this.#counts.train.size > 0;
+  }
+
+  summary(split: Split, of: number): string {
+    const { maxPromptLen } = this.#args;
+    const [long, odd] = [
+      this.#counts[split].get('prompt_too_long') ?? 0,
+      this.#counts[split].get('prompt_unrenderable') ?? 0,
+    ];
+    const kind = split === 'train' ? 'training prompts read' : 'held-out prompts';
+    return `Left out ${long + odd} of ${of} ${kind}: ${long} longer than ${maxPromptLen} tokens, ${odd} that the chat template cannot render`;
+  }
+}
+
 // ---- What stops a run ----
 
 /** Stop when too many of the recent rollouts were judged by nobody, with the commonest cause. */
@@ -740,11 +848,9 @@ class FailureWindow {
     for (const { cause } of failed) causes.set(cause, (causes.get(cause) ?? 0) + 1);
     const [cause, times] = [...causes].sort((a, b) => b[1] - a[1])[0] as [string, number];
     if (!hasTrained && failed.length === this.#recent.length && /^(agent_error|invalid_reward)/.test(cause)) {
-      const [what = '', ...stack] = cause.split('\n');
-      const place = placeOf({ stack: stack.join('\n') }, resolve(this.#agentPath));
-      throw new ConfigError([
-        `--train.agent_path ${this.#agentPath}: none of its first ${failed.length} rollouts ended with a reward: ${place}${what}`,
-      ]);
+      const place = placeOf({ stack: cause });
+      const line = `none of its first ${failed.length} rollouts ended with a reward: ${cause.split('\n')[0]}`;
+      throw new ConfigError([`--train.agent_path ${this.#agentPath}: ${line}${place && ` (${place})`}`]);
     }
     throw new Error(
       `${failed.length} of the last ${this.#recent.length} rollouts failed, more than rollout.max_failure_rate ${this.#maxRate} allows. Commonest cause (${times} times):\n${cause}`,
@@ -784,13 +890,20 @@ async function checkParity(refit: Refit, dtype: keyof typeof MISMATCH_BOUND, sto
 
 // ---- Small things ----
 
+/** The length of each prompt as the chat template renders it, or why it cannot. */
+async function measure(tokenizer: Worker, prompts: readonly Pick<Prompt, 'input' | 'tools'>[]): Promise<Length[]> {
+  const { fields, frames } = await tokenizer.peer.request('render', { items: prompts.map(renderItem) });
+  return fields.errors.map((error, i) => error ?? (frames.lengths[i] as number));
+}
+
+function renderItem({ input, tools }: Pick<Prompt, 'input' | 'tools'>) {
+  const messages = typeof input === 'string' ? [{ role: 'user', content: input }] : input;
+  return { messages, tools, template_kwargs: {}, add_generation_prompt: true };
+}
+
 /** Rows for parity: a real prompt where the template takes it, and ids that visit the whole vocabulary. */
 async function probeRows(tokenizer: Worker, prompt: Prompt, vocabSize: number, maxLen: number): Promise<Int32Array[]> {
-  const { input } = prompt;
-  const messages = typeof input === 'string' ? [{ role: 'user', content: input }] : input;
-  const { frames } = await tokenizer.peer.request('render', {
-    items: [{ messages, tools: null, template_kwargs: {}, add_generation_prompt: true }],
-  });
+  const { frames } = await tokenizer.peer.request('render', { items: [renderItem({ ...prompt, tools: null })] });
   const spread = Int32Array.from({ length: PROBE_IDS }, (_, k) => (k * 7919 + 13) % vocabSize);
   return [frames.ids.slice(0, maxLen), spread.slice(0, maxLen)].filter((row) => row.length > 1);
 }

@@ -69,6 +69,9 @@ const TABLE = {
   reward_clipped_ratio: row('1', 'mean of rollouts', '0', 'rollouts whose reward reward.clip_range moved'),
   return_mean: row('reward', 'mean of trained tokens', 'near 0 with a baseline', 'advantage before whitening'),
   groups: row('groups', 'sum', 'train.batch_size', 'groups trained'),
+  prompts_read: row('prompts', 'sum', 'train.batch_size', 'prompts dispatched or left out as dropped_prompt_*'),
+  dropped_prompt_too_long: row('prompts', 'sum', '0', 'prompts longer than data.max_prompt_len, left out'),
+  dropped_prompt_unrenderable: row('prompts', 'sum', '0', 'prompts that the chat template cannot render, left out'),
   rollouts: row('rollouts', 'sum', 'groups x rollout.n_samples_per_prompt', 'rollouts trained'),
   turns_mean: row('turns', 'mean of rollouts', 'as the task needs', 'turns of the policy'),
   response_tokens_mean: row('tokens', 'mean of rollouts', 'steady', 'tokens the policy sampled, all turns together'),
@@ -159,6 +162,12 @@ const TABLE = {
     'held-out prompts that the best single answer would get right',
   ),
   eval_num_prompts: row('prompts', 'sum', '>= 300', 'held-out prompts'),
+  eval_dropped_prompts: row(
+    'prompts',
+    'sum',
+    '0',
+    'held-out prompts left out of it: too long, or the chat template cannot render them',
+  ),
   eval_unjudged: row('rollouts', 'sum', '0', 'held-out rollouts that ended without a reward'),
   time_eval_s: row('s', 'sum', 'small', 'the whole evaluation'),
 } as const satisfies Record<string, Metric>;
@@ -281,7 +290,7 @@ function stepOf(line: string): number | null {
 export function formatStep(values: MetricValues, numSteps: number): string {
   const width = String(numSteps).length;
   const dropped = Object.entries(values).reduce(
-    (n, [name, value]) => n + (name.startsWith('dropped_') ? (value ?? 0) : 0),
+    (n, [name, value]) => n + (/^dropped_(?!prompt_)/.test(name) ? (value ?? 0) : 0),
     0,
   );
   const time = (name: string) => fixed(values[name], 2);

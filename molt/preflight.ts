@@ -40,7 +40,7 @@ import { fileURLToPath } from 'node:url';
 import { loadAgent } from './agent.ts';
 import type { Options } from './config.ts';
 import { pythonCommand } from './launch.ts';
-import { oneLine } from './user_module.ts';
+import { oneLine } from './modules.ts';
 
 /** What one check found. `text` is one line; a problem's begins with the option. */
 export interface Finding {
@@ -266,7 +266,7 @@ async function checkAgent(options: Options): Promise<Finding> {
     await loadAgent(path);
     return ok('agent', path);
   } catch (error) {
-    return problem('agent', `--train.agent_path ${path}: ${(error as Error).message}`);
+    return problem('agent', `--train.agent_path: ${(error as Error).message}`);
   }
 }
 

@@ -42,7 +42,7 @@ async function main(): Promise<void> {
   });
   const options = link.options as unknown as RunnerOptions;
   const make = await loadAgent(options.agent_path).catch((error: Error) => {
-    console.error(`--train.agent_path ${options.agent_path}: ${error.message}`);
+    console.error(`--train.agent_path: ${error.message}`);
     process.exit(EXIT_BAD_INPUT);
   });
   const runner = new Runner(link, make, options.template_kwargs);

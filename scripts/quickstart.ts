@@ -25,8 +25,8 @@ import { createInterface } from 'node:readline';
 import { fileURLToPath } from 'node:url';
 import type { Env, Result, Task, Turn } from '../molt/agent.ts';
 import { defineRecipe, type Options } from '../molt/config.ts';
-import type { PromptInput, Split } from '../molt/data.ts';
 import { pythonCommand } from '../molt/launch.ts';
+import type { PromptInput, Split } from '../molt/sources.ts';
 import type { Json, Message, ToolCall } from '../molt/types.ts';
 
 // ---- The task ----

@@ -1,4 +1,9 @@
 /** Rollouts of a real runner process, over a simulated engine and tokenizer: what ends them and what they leave. */
+import { execFile } from 'node:child_process';
+import { mkdtempSync, rmSync, writeFileSync } from 'node:fs';
+import { tmpdir } from 'node:os';
+import { join } from 'node:path';
+import { promisify } from 'node:util';
 import { afterAll, beforeAll, describe, expect, test } from 'vitest';
 import { loadAgent } from '../molt/agent.ts';
 import { Dispatch, type Job } from '../molt/dispatch.ts';
@@ -189,8 +194,84 @@ test(
 );
 
 describe('loadAgent', () => {
-  test('says what is missing', async () => {
-    await expect(loadAgent('test/fixtures/no_such_agent.ts')).rejects.toThrow('no such file');
+  const BROKEN: readonly (readonly [what: string, text: string, line: string])[] = [
+    [
+      'syntax',
+      'export class agent {\n  reset( { return 1; }\n}',
+      'Cannot load agent FILE: FILE:2:18: Expected "}" but found "1"',
+    ],
+    [
+      'throws',
+      "const x: number = 1;\nthrow new Error('no\\n  lamp');",
+      'Cannot load agent FILE: throws on import: no lamp (FILE:2:7)',
+    ],
+    ['text', "throw 'just text';", 'Cannot load agent FILE: throws on import: just text'],
+    [
+      'reference',
+      'export class agent extends Lamp {}',
+      'Cannot load agent FILE: throws on import: ReferenceError: Lamp is not defined (FILE:1:28)',
+    ],
+    [
+      'import',
+      "import { a } from './nope.ts';\nexport const agent = a;",
+      "Cannot load agent FILE: Cannot find module './nope.ts' imported from FILE",
+    ],
+    [
+      'another',
+      'export const agents = 1;',
+      'Agent FILE must export `agent`, a class or a function that makes an Env; it exports agents',
+    ],
+    [
+      'constructor',
+      "export class agent {\n  constructor() { throw new TypeError('no key'); }\n}",
+      'Agent FILE: making an Env throws: TypeError: no key (FILE:2:25)',
+    ],
+    [
+      'no-step',
+      "export class agent { reset() { return ''; } }",
+      'Agent FILE has no step(): an Env needs reset(task) and step(turn)',
+    ],
+    ['null', 'export const agent = () => null;', 'Agent FILE has no reset(): an Env needs reset(task) and step(turn)'],
+    [
+      'promise',
+      'export const agent = async () => ({ reset() {}, step() {} });',
+      'Agent FILE makes a promise, expected an Env at once',
+    ],
+    [
+      'close',
+      "export class agent { reset() {} step() {} close() { throw new Error('stuck'); } }",
+      'Agent FILE: close() of an Env that was never used throws: stuck (FILE:1:59)',
+    ],
+  ];
+
+  test('says in one line what is wrong with a file', async () => {
+    // Under tsx, as users have it: vitest words errors differently.
+    const dir = mkdtempSync(join(tmpdir(), 'molt-agent-'));
+    const paths = BROKEN.map(([name, text]) => {
+      const path = join(dir, `${name}.ts`);
+      writeFileSync(path, text);
+      return path;
+    });
+    const program = `import { loadAgent } from './molt/agent.ts';
+      const said = [];
+      for (const path of ${JSON.stringify(paths)}) await loadAgent(path).catch((error) => said.push(error.message));
+      console.log(JSON.stringify(said));`;
+    const { stdout } = await promisify(execFile)(process.execPath, [
+      '--import',
+      'tsx',
+      '--input-type=module',
+      '-e',
+      program,
+    ]);
+    rmSync(dir, { recursive: true });
+    const said = (JSON.parse(stdout) as string[]).map((line, i) => line.replaceAll(paths[i] as string, 'FILE'));
+    expect(said).toEqual(BROKEN.map(([, , line]) => line));
+  });
+
+  test('names the file and what is missing', async () => {
+    await expect(loadAgent('test/fixtures/no_such_agent.ts')).rejects.toThrow(
+      'Cannot load agent test/fixtures/no_such_agent.ts',
+    );
     await expect(loadAgent('test/fixtures/prompts_half_throw.ts')).rejects.toThrow('must export `agent`');
   });
 });

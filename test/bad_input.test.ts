@@ -277,12 +277,12 @@ describe('a recipe', () => {
     recipe(
       'with a syntax error',
       'export default {\n  options: {\n',
-      /^Recipe .*with_a_syntax_error\.ts: cannot be loaded: line 3: Expected/,
+      /^Recipe .*with_a_syntax_error\.ts: cannot be loaded: .*:3:\d+: Expected/,
     ),
     recipe(
       'that throws',
       `\nthrow new Error('no licence\\nsecond line');`,
-      /^Recipe .*: cannot be loaded: line 2: no licence; second line$/,
+      /^Recipe .*: cannot be loaded: throws on import: no licence second line \(.*:2:\d+\)$/,
     ),
     recipe(
       'that imports what is not there',
@@ -349,37 +349,37 @@ describe('an agent', () => {
     agent(
       'with a syntax error',
       'export class agent {\n  reset( {\n',
-      /^--train\.agent_path agents\/with_a_syntax_error\.ts: .*line \d+: Expected/,
+      /^--train\.agent_path: Cannot load agent agents\/with_a_syntax_error\.ts: agents\/with_a_syntax_error\.ts:\d+:\d+: Expected/,
     ),
     agent(
       'that throws on load',
       `throw new TypeError('bad key');`,
-      /^--train\.agent_path agents\/\w+\.ts: .*line 1: TypeError: bad key$/,
+      /^--train\.agent_path: Cannot load agent agents\/\w+\.ts: throws on import: TypeError: bad key \(agents\/\w+\.ts:1:\d+\)$/,
     ),
     agent(
       'without an export',
       'export const other = 1;',
-      /^--train\.agent_path agents\/\w+\.ts: .*export `agent`.*other/,
+      /^--train\.agent_path: Agent agents\/\w+\.ts.*export `agent`.*other/,
     ),
     agent(
       'that is no function',
       'export const agent = { reset() {}, step() {} };',
-      /^--train\.agent_path agents\/\w+\.ts: .*export `agent`/,
+      /^--train\.agent_path: Agent agents\/\w+\.ts.*export `agent`/,
     ),
     agent(
       'whose constructor throws',
       `export class agent { constructor() { throw new Error('no key'); } reset() { return ''; } step() {} }`,
-      /^--train\.agent_path agents\/\w+\.ts: .*no key/,
+      /^--train\.agent_path: Agent agents\/\w+\.ts.*no key/,
     ),
     agent(
       'without step',
       `export class agent { reset() { return 'x'; } }`,
-      /^--train\.agent_path agents\/\w+\.ts: .*step\(\)/,
+      /^--train\.agent_path: Agent agents\/\w+\.ts.*step\(\)/,
     ),
     agent(
       'whose factory returns nothing',
       'export const agent = () => undefined;',
-      /^--train\.agent_path agents\/\w+\.ts: .*(reset|Env)/,
+      /^--train\.agent_path: Agent agents\/\w+\.ts.*(reset|Env)/,
     ),
     agent(
       'whose step returns nonsense',
@@ -399,7 +399,7 @@ describe('an agent', () => {
     agent(
       'whose step throws',
       `export class agent {\n  reset() { return 'x'; }\n  step() { throw new Error('division by zero'); }\n}`,
-      /none of its first 64 rollouts .*line 3: agent_error: Error: division by zero$/,
+      /none of its first 64 rollouts .*agent_error: Error: division by zero \(agents\/whose_step_throws\.ts:3:\d+\)$/,
     ),
   ];
   for (const each of cases) check(each);
@@ -431,7 +431,7 @@ describe('prompts', () => {
     on(
       'a directory',
       () => [...['--data.prompt_dataset'], dirname(file('folder/x', ''))],
-      /^--data\.prompt_dataset folder: is not a file$/,
+      /^--data\.prompt_dataset folder: is a directory, not a file$/,
     ),
     on(
       'of an unknown kind',
@@ -518,7 +518,7 @@ describe('prompts', () => {
     promptsModule(
       'a module with a syntax error',
       'export function prompts( {',
-      /^--data\.prompt_dataset data\/\w+\.ts: .*line \d+/,
+      /^--data\.prompt_dataset data\/\w+\.ts: .*\.ts:\d+:\d+: /,
     ),
     promptsModule(
       'a module that gives a number',

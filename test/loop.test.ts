@@ -1,6 +1,6 @@
 /** The loop as a user starts it, on simulated workers: real processes, real signals, files read back. */
 import { type ChildProcess, spawn } from 'node:child_process';
-import { existsSync, mkdtempSync, readdirSync, readFileSync, rmSync } from 'node:fs';
+import { existsSync, mkdtempSync, readdirSync, readFileSync, rmSync, writeFileSync } from 'node:fs';
 import { tmpdir } from 'node:os';
 import { join } from 'node:path';
 import { afterAll, beforeAll, describe, expect, test } from 'vitest';
@@ -279,6 +279,136 @@ describe('stopping and resuming', () => {
   );
 });
 
+describe('prompts', () => {
+  /** A file of prompts with these inputs. */
+  function prompts(name: string, inputs: readonly unknown[]): string {
+    const path = join(dir, `${name}.jsonl`);
+    writeFileSync(path, inputs.map((input) => `${JSON.stringify({ input, label: 'even' })}\n`).join(''));
+    return path;
+  }
+  const long = (n: number) => 'x'.repeat(n);
+  const odd = [{ role: 'user', content: 3 }]; // the template takes text only
+
+  test(
+    'of two sources come by their weights; what does not fit is left out, counted and named, also after a resume',
+    async () => {
+      const a = prompts(
+        'mixed-a',
+        Array.from({ length: 12 }, (_, i) => (i % 4 === 0 ? long(150) : `a${i}`)),
+      );
+      const b = prompts('mixed-b', ['b0', odd, 'b2', long(101), 'b4']);
+      const held = prompts('mixed-held', ['h0', long(200), odd, 'h3']);
+      const args = ['--data.prompt_dataset', `${a},${b}`, '--data.prompt_probs', '3,1', '--eval.dataset', held];
+      args.push('--data.max_prompt_len', '100', '--actor.lr_warmup_ratio', '0', '--eval.greedy', 'false');
+      const whole = run('mixed', ...args, '--train.num_steps', '6');
+      expect(await whole.exit, whole.out).toBe(0);
+      const dispatched = (name: string) =>
+        ledger(name)
+          .filter((e) => e.kind === 'dispatched')
+          .map((e) => [e.source, e.epoch, e.index]);
+      expect(dispatched('mixed').filter(([source]) => source === a)).toHaveLength(18); // 3/4 of 24
+      const lost = ledger('mixed').filter((e) => e.kind === 'prompt_dropped');
+      const kinds = new Set(lost.map((e) => [e.split, e.source, e.index, e.reason].join(' ')));
+      expect([...kinds].sort()).toEqual(
+        [
+          ...[0, 4, 8].map((i) => `train ${a} ${i} prompt_too_long`),
+          `train ${b} 1 prompt_unrenderable`,
+          `train ${b} 3 prompt_too_long`,
+          `heldout ${held} 1 prompt_too_long`,
+          `heldout ${held} 2 prompt_unrenderable`,
+        ].sort(),
+      );
+      const { steps, evals } = metrics('mixed');
+      const total = (key: string) => steps.reduce((n, line) => n + (line[key] ?? 0), 0);
+      const inTraining = (reason: string) => lost.filter((e) => e.split === 'train' && e.reason === reason).length;
+      expect(total('dropped_prompt_too_long')).toBe(inTraining('prompt_too_long'));
+      expect(total('dropped_prompt_unrenderable')).toBe(inTraining('prompt_unrenderable'));
+      expect(total('prompts_read')).toBe(24 + lost.length - 2);
+      expect(evals.map((l) => [l.eval_num_prompts, l.eval_dropped_prompts])).toEqual([
+        [2, 2],
+        [2, 2],
+      ]);
+      expect(whole.out).toMatch(/Left out prompt \d+ of .*: it has \d+ tokens, data\.max_prompt_len is 100;/);
+      expect(whole.out).toContain(`Left out prompt 2 of ${b}: the chat template cannot render it:`);
+      expect(whole.out).toContain(
+        'Left out 2 of 4 held-out prompts: 1 longer than 100 tokens, 1 that the chat template cannot render',
+      );
+      expect(whole.out).toContain(`Left out ${lost.length - 2} of ${22 + lost.length} training prompts read`);
+
+      const half = run('mixed-half', ...args, '--train.num_steps', '3');
+      expect(await half.exit, half.out).toBe(0);
+      const rest = run('mixed-half', '--resume', ...args, '--train.num_steps', '6');
+      expect(await rest.exit, rest.out).toBe(0);
+      expect(dispatched('mixed-half')).toEqual(dispatched('mixed'));
+      expect(metrics('mixed-half').steps.map(numbers)).toEqual(steps.map(numbers));
+
+      prompts('mixed-b', ['b0', odd, 'b2', long(101), 'b5']);
+      const other = run('mixed-half', '--resume', ...args, '--train.num_steps', '7');
+      expect(await other.exit, other.out).toBe(2);
+      expect(other.out).toContain('the prompts are not those of the checkpoint');
+    },
+    LIMIT_MS,
+  );
+
+  test(
+    'of which none fits end the run with the option, the shortest and the limit',
+    async () => {
+      const path = prompts('none', [long(300), long(280)]);
+      const it = run('none', '--data.prompt_dataset', path, '--eval.dataset', 'none');
+      expect(await it.exit, it.out).toBe(1);
+      expect(it.out).toMatch(
+        /--data\.max_prompt_len 244: none of the 2 prompts of --data\.prompt_dataset .* fits; the shortest has \d+ tokens/,
+      );
+      const held = run('none-held', '--eval.dataset', path);
+      expect(await held.exit, held.out).toBe(1);
+      expect(held.out).toContain('none of the 2 prompts of --eval.dataset');
+    },
+    LIMIT_MS,
+  );
+
+  test(
+    'of a program train a run; the program ends with the controller, however that ends',
+    async () => {
+      const program = join(dir, 'prompts.py');
+      const head = 'import os, sys, time\n';
+      const body = 'for i in range(20): print(f\'{{"input": "{sys.argv[-3]} {i}", "label": "even"}}\')\n';
+      writeFileSync(program, `${head}${body}`);
+      const args = ['--data.prompt_dataset', program, '--eval.dataset', `${program} --n 1`, '--eval.max_samples', '4'];
+      const it = run('program', ...args, '--train.num_steps', '2');
+      expect(await it.exit, it.out).toBe(0);
+      expect(metrics('program').evals.map((l) => l.eval_num_prompts)).toEqual([4, 4]);
+
+      const hangs = join(dir, 'hangs.py');
+      writeFileSync(hangs, `${head}print("pid", os.getpid(), file=sys.stderr)\ntime.sleep(60)\n`);
+      for (const signal of ['SIGKILL', 'SIGINT'] as const) {
+        const hung = run(`hangs-${signal}`, '--data.prompt_dataset', hangs);
+        await expect.poll(() => /pid (\d+)/.exec(hung.out), { timeout: 20_000 }).not.toBeNull();
+        const pid = Number(/pid (\d+)/.exec(hung.out)?.[1]);
+        expect(isGone(pid)).toBe(false);
+        hung.child.kill(signal);
+        await hung.exit;
+        await expect.poll(() => isGone(pid), { timeout: 10_000 }).toBe(true);
+      }
+      const bad = run(
+        'program-bad',
+        '--data.prompt_dataset',
+        hangs,
+        '--data.silence_s',
+        '0.5',
+        '--eval.dataset',
+        'no.py',
+      );
+      expect(await bad.exit).toBe(2);
+      expect(bad.out).toContain(
+        `--data.prompt_dataset ${hangs}: printed nothing for 0.5 s after 0 lines and was killed`,
+      );
+      expect(bad.out).toContain('--eval.dataset no.py: no such file');
+      expect(existsSync(join(dir, 'program-bad'))).toBe(false);
+    },
+    LIMIT_MS,
+  );
+});
+
 describe('failures', () => {
   const failing = (label: string) => `test/fixtures/prompts_${label}.ts`;
 
@@ -400,6 +530,12 @@ describe('failures', () => {
       const noModel = run('no-model', '--tokenizer.kind', 'python', '--actor.model_name_or_path', 'test/fixtures');
       expect(await noModel.exit).toBe(2);
       expect(noModel.out).toContain('--actor.model_name_or_path test/fixtures: has no config.json');
+      const broken = join(dir, 'broken.ts');
+      writeFileSync(broken, 'export class agent {\n  reset( { return 1; }\n}\n');
+      const noAgent = run('no-agent', '--train.agent_path', broken);
+      expect(await noAgent.exit).toBe(2);
+      const problem = `--train.agent_path: Cannot load agent ${broken}: ${broken}:2:18: Expected "}" but found "1"`;
+      expect(noAgent.out.trim().split('\n').slice(1)).toEqual([problem]); // behind the line of the config
       const it = run('bad', '--train.num_stepz', '5', '--rollout.temperature', '-1');
       expect(await it.exit).toBe(2);
       expect(it.out).toContain('--train.num_steps');

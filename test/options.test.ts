@@ -1,13 +1,13 @@
 /**
- * Every option does something: read by some code, in the README's table, and for each some value changes what a run on
- * simulated workers does, or is refused there. An option that nothing reads would pass every other test.
+ * For every option some value changes what a run on simulated workers does, or is refused there. (That each is read by
+ * some code and stands in the README: config.test.ts and readme.test.ts.)
  */
 import { spawn } from 'node:child_process';
 import { cpSync, existsSync, mkdtempSync, readdirSync, readFileSync, rmSync, writeFileSync } from 'node:fs';
 import { tmpdir } from 'node:os';
 import { join } from 'node:path';
 import { afterAll, beforeAll, describe, expect, test } from 'vitest';
-import { type OptionName, optionNames } from '../molt/config.ts';
+import type { OptionName } from '../molt/config.ts';
 
 const RECIPE = 'test/fixtures/recipe_simulated.ts';
 const LIMIT_MS = 60_000;
@@ -27,13 +27,14 @@ interface Ran {
   readonly metrics: readonly Readonly<Record<string, number | null>>[];
   readonly numbers: string; // of the metrics, without times
   readonly files: readonly string[]; // in the run directory
+  readonly order: string; // the prompts given out
 }
-type Seen = 'exit' | 'numbers' | 'files' | 'printed';
+type Seen = 'exit' | 'numbers' | 'files' | 'order';
 
 let runs = 0;
 async function run(
   words: readonly string[],
-  more: { runDir?: string; onStart?: (pid: number) => void } = {},
+  more: { runDir?: string; onOutput?: (out: string, pid: number) => void } = {},
 ): Promise<Ran> {
   const runDir = more.runDir ?? join(dir, `run-${runs++}`);
   const place = words.includes('--run.dir') ? [] : ['--run.dir', runDir];
@@ -42,22 +43,32 @@ async function run(
   for (const stream of [child.stdout, child.stderr])
     stream.on('data', (data: Buffer) => {
       out += data.toString();
-      if (out.includes('Workers are ready')) more.onStart?.(child.pid ?? 0);
+      more.onOutput?.(out, child.pid ?? 0);
     });
+  const poll = setInterval(() => more.onOutput?.(out, child.pid ?? 0), 20);
   const exit = await new Promise<number | null>((done) => child.on('close', done));
+  clearInterval(poll);
   const path = join(runDir, 'metrics.jsonl');
   const lines = existsSync(path) ? readFileSync(path, 'utf8').trim().split('\n').filter(Boolean) : [];
   const metrics = lines.map((line) => JSON.parse(line) as Record<string, number | null>);
   const numbers = metrics.map((line) =>
     Object.entries(line).filter(([key]) => !/^time_|idle|lag|^cached|^restarts|^retries/.test(key)),
   );
+  const events = join(runDir, 'ledger', 'events.jsonl');
+  const dispatched = existsSync(events)
+    ? readFileSync(events, 'utf8')
+        .split('\n')
+        .filter((line) => line.includes('"kind":"dispatched"'))
+    : [];
   return {
     dir: runDir,
     exit,
+    order: dispatched.map((line) => line.replace(/"time":\d+,/, '')).join('\n'),
     printed: out
       .replaceAll(runDir, 'RUN')
       .replace(/^Recipe .*$/m, '')
-      .replace(/[\d.]+ s\b/g, ''),
+      .replace(/[\d.]+ s\b/g, '')
+      .replace(/\(gen.*\)/g, ''),
     metrics,
     numbers: JSON.stringify(numbers),
     files: existsSync(runDir) ? (readdirSync(runDir, { recursive: true }) as string[]).sort() : [],
@@ -114,6 +125,10 @@ const NEVER_DONE = file(
   'never.jsonl',
   rows((i) => ({ input: `case ${i}`, label: 'never done' })),
 );
+const TWO_LENGTHS = file(
+  'lengths.jsonl',
+  rows((i) => ({ input: i % 2 ? 'short' : 'a prompt that is longer', label: 'even' })),
+);
 const COLUMNS = file(
   'columns.jsonl',
   rows((i) => ({
@@ -125,15 +140,30 @@ const COLUMNS = file(
   })),
 );
 const FILE = [...SHORT, '--data.prompt_dataset', COLUMNS];
+const SLOW_PROGRAM = file(
+  'slow.py',
+  'import json, time\nfor i in range(8):\n    time.sleep(0.1 if i else 0.6)\n    print(json.dumps({"input": str(i)}), flush=True)\n',
+);
+/** Pays for a long prompt and for tools, so that what the data says is seen in the reward. */
+const READING_AGENT = file(
+  'reading.mjs',
+  'export const agent = () => ({ reset(t) { this.r = String(t.input).length / 100 + (t.tools ? 1 : 0) + String(t.label).length / 1000; return "x"; }, step() { return { reward: this.r, done: true }; } });',
+);
 const CONSTANT_AGENT = file(
   'agent.mjs',
   'export const agent = () => ({ reset: () => "x", step: () => ({ reward: 0.25, done: true }) });',
 );
-const HALF_FAILS = [...SHORT, '--data.prompt_dataset', 'test/fixtures/prompts_half_throw.ts'];
+const READ = [...FILE, '--train.agent_path', READING_AGENT];
+const QUARTER_FAILS = file(
+  'quarter.mjs',
+  'export const agent = () => ({ reset(t) { this.i = t.index; return "x"; }, step() { if (this.i === 3) throw new Error("third"); return { reward: this.i, done: true }; } });',
+);
 const DIES = [...SHORT, ...script({ failures: [{ worker: 'engine-0', what: 'exit', on: 'generate', nth: 3 }] })];
 const WRONG_WEIGHTS = [
   ...['--eval.dataset', 'none', '--train.num_steps', '8', '--refit.verify_every', '100'],
-  ...script({ failures: [{ worker: 'engine-0', what: 'swap_layout', on: 'load_weights', nth: 4 }] }),
+  ...script({
+    failures: [4, 5, 6, 7].map((nth) => ({ worker: 'engine-0', what: 'swap_layout', on: 'load_weights', nth })),
+  }),
 ];
 
 const EFFECTS: Record<OptionName, Effect> = {
@@ -150,7 +180,7 @@ const EFFECTS: Record<OptionName, Effect> = {
   'train.partial_rollout_enable': { refused: ['true'] },
   'actor.model_name_or_path': { to: ['simulated:3'], also: SHORT, seen: 'numbers' },
   'actor.adam.lr': { to: ['0.01'], also: SHORT, seen: 'numbers' },
-  'actor.adam.betas': { to: ['0.5', '0.5'], also: SHORT, seen: 'numbers' },
+  'actor.adam.betas': { to: ['0.5', '0.5'], also: ['--eval.dataset', 'none'], seen: 'numbers' },
   'actor.adam.eps': { to: ['0.1'], also: SHORT, seen: 'numbers' },
   'actor.adam.weight_decay': { to: ['5'], also: SHORT, seen: 'numbers' },
   'actor.lr_scheduler': { to: ['linear'], also: SHORT, seen: 'numbers' },
@@ -172,15 +202,26 @@ const EFFECTS: Record<OptionName, Effect> = {
   'rollout.max_turns': { to: ['2'], also: [...SHORT, '--data.prompt_dataset', NEVER_DONE], seen: 'numbers' },
   'rollout.deadline_s': { to: ['0.05'], also: [...SHORT, ...script({ latency_ms: { step: 20 } })], seen: 'exit' },
   'rollout.num_runners': { to: ['2'], also: SHORT, seen: 'files' },
-  'rollout.max_failure_rate': { to: ['0.3'], also: [...HALF_FAILS, '--train.num_steps', '8'].slice(2), seen: 'exit' },
+  'rollout.max_failure_rate': {
+    to: ['0.1'],
+    also: ['--eval.dataset', 'none', '--train.agent_path', QUARTER_FAILS],
+    seen: 'exit',
+  },
   'rollout.mismatch_stop': { to: ['off'], also: WRONG_WEIGHTS, seen: 'exit' },
   'data.prompt_dataset': { to: [COLUMNS], also: SHORT, seen: 'numbers' },
-  'data.input_key': { to: ['question'], also: FILE, seen: 'numbers' },
-  'data.label_key': { to: ['kind'], also: FILE, seen: 'numbers' },
-  'data.tools_key': { to: ['functions'], also: FILE, seen: 'numbers' },
-  'data.max_len': { to: ['60'], also: SHORT, seen: 'numbers' },
-  'data.max_samples': { to: ['2'], also: SHORT, seen: 'printed' },
-  'data.shuffle': { to: ['false'], also: SHORT, seen: 'numbers' },
+  'data.input_key': { to: ['question'], also: READ, seen: 'numbers' },
+  'data.label_key': { to: ['kind'], also: READ, seen: 'numbers' },
+  'data.tools_key': { to: ['functions'], also: READ, seen: 'numbers' },
+  'data.max_len': { to: ['80'], also: [...SHORT, '--data.prompt_dataset', NEVER_DONE], seen: 'numbers' },
+  'data.prompt_probs': {
+    to: ['3,1'],
+    also: [...SHORT, '--data.prompt_dataset', `${COLUMNS},${NEVER_DONE}`],
+    seen: 'order',
+  },
+  'data.max_prompt_len': { to: ['30'], also: [...SHORT, '--data.prompt_dataset', TWO_LENGTHS], seen: 'order' },
+  'data.silence_s': { to: ['0.2'], also: [...SHORT, '--data.prompt_dataset', SLOW_PROGRAM], seen: 'exit' },
+  'data.max_samples': { to: ['2'], also: SHORT, seen: 'order' },
+  'data.shuffle': { to: ['false'], also: SHORT, seen: 'order' },
   'eval.dataset': { to: ['none'], also: EVALUATED, seen: 'numbers' },
   'eval.steps': { to: ['1'], also: EVALUATED, seen: 'numbers' },
   'eval.eval_at_start': { to: ['false'], also: EVALUATED, seen: 'numbers' },
@@ -209,26 +250,13 @@ const EFFECTS: Record<OptionName, Effect> = {
   'ckpt.disable_final_save': { to: ['true'], also: SHORT, seen: 'files' },
   'launch.port': 'own test',
   'launch.silence_s': 'own test',
-  'launch.ready_s': { to: ['0.01'], also: SHORT, seen: 'exit' },
+  'launch.ready_s': 'own test',
   'launch.max_restarts': { to: ['0'], also: DIES, seen: 'exit' },
   'launch.python': { refused: ['python3'] },
   'simulated.script': { to: [JSON.stringify({ reply: [{ when: '', texts: ['aa'] }] })], also: SHORT, seen: 'numbers' },
 };
 
 describe('every option', () => {
-  test.each(optionNames())('%s is read by some code, apart from its own checks', (name) => {
-    const readers = readdirSync('molt')
-      .filter((each) => each.endsWith('.ts') && each !== 'config.ts')
-      .map((each) => readFileSync(join('molt', each), 'utf8'))
-      .join('');
-    const [group, ...rest] = name.split('.');
-    // `engine.device` and `trainer.device` are also read by kind.
-    const byKind = `options[\`\${kind}.${rest.join('.')}\`]`;
-    const isRead =
-      readers.includes(`'${name}'`) || (['engine', 'trainer'].includes(group as string) && readers.includes(byKind));
-    expect(isRead).toBe(true);
-  });
-
   test.each(
     Object.entries(EFFECTS).filter(
       (entry): entry is [string, Refused] => typeof entry[1] === 'object' && 'refused' in entry[1],
@@ -261,8 +289,7 @@ describe('every option', () => {
     'a run that is started twice is the same: what differs above is the option',
     async () => {
       const [one, two] = [await baseline(SHORT), await run(SHORT)];
-      expect([two.numbers, two.files, two.exit]).toEqual([one.numbers, one.files, one.exit]);
-      expect(two.printed).toBe(one.printed);
+      expect([two.numbers, two.files, two.exit, two.order]).toEqual([one.numbers, one.files, one.exit, one.order]);
     },
     LIMIT_MS,
   );
@@ -309,10 +336,8 @@ describe('options with a test of their own', () => {
       await new Promise((done) => server.close(done));
       let commands = '';
       const { exit, printed } = await run([...SHORT, '--launch.port', String(port)], {
-        onStart: (pid) => {
-          commands ||= childrenOf(pid)
-            .map((child) => readFileSync(`/proc/${child}/cmdline`, 'utf8'))
-            .join('\n');
+        onOutput: (out, pid) => {
+          if (/^step +1\//m.test(out)) commands ||= childrenOf(pid).map(commandOf).join('\n');
         },
       });
       expect(exit, printed).toBe(0);
@@ -321,31 +346,52 @@ describe('options with a test of their own', () => {
     LIMIT_MS,
   );
 
+  /** SIGSTOP for the engine of a run, once it has said `text`. */
+  const stopEngine = (text: RegExp) => {
+    let stopped = false;
+    return (out: string, pid: number) => {
+      if (stopped || !text.test(out)) return;
+      const engine = childrenOf(pid).find((child) => commandOf(child).includes('engine-0'));
+      if (engine === undefined) return;
+      stopped = true;
+      process.kill(engine, 'SIGSTOP');
+    };
+  };
+
   test(
-    'launch.silence_s is how long a worker may say nothing',
+    'launch.silence_s is how long a worker may say nothing; another one takes its place',
     async () => {
-      let stopped = 0;
       const slow = script({ latency_ms: { step: 20 } });
       const { exit, printed } = await run(
-        ['--eval.dataset', 'none', '--train.num_steps', '2', ...slow, '--launch.silence_s', '2'],
-        {
-          onStart: (pid) => {
-            const engine = stopped
-              ? undefined
-              : childrenOf(pid).find((child) => readFileSync(`/proc/${child}/cmdline`, 'utf8').includes('engine-0'));
-            if (!engine) return;
-            stopped = engine;
-            process.kill(engine, 'SIGSTOP');
-          },
-        },
+        ['--eval.dataset', 'none', '--train.num_steps', '3', ...slow, '--launch.silence_s', '2'],
+        { onOutput: stopEngine(/^step +1\//m) },
       );
-      expect(stopped).toBeGreaterThan(0);
       expect(printed).toMatch(/engine-0 was silent for\s+and is killed/);
-      expect(exit, printed).toBe(0); // replaced
+      expect(exit, printed).toBe(0);
+    },
+    LIMIT_MS,
+  );
+
+  test(
+    'launch.ready_s is the same before a worker is ready; the run says which one it was',
+    async () => {
+      const { exit, printed } = await run([...SHORT, '--launch.ready_s', '2'], {
+        onOutput: stopEngine(/starting workers/),
+      });
+      expect(printed).toMatch(/engine-0 was silent for\s+and is killed/);
+      expect(exit, printed).toBe(1);
     },
     LIMIT_MS,
   );
 });
+
+function commandOf(pid: number): string {
+  try {
+    return readFileSync(`/proc/${pid}/cmdline`, 'utf8');
+  } catch {
+    return ''; // it ended while we looked
+  }
+}
 
 function childrenOf(pid: number): number[] {
   return readdirSync('/proc')
