@@ -288,9 +288,10 @@ export const OPTIONS = {
   'data.max_len': int(2048, 'tokens of a whole trajectory, prompt included', { min: 2 }),
   'data.max_prompt_len': int(
     0,
-    'tokens of a prompt as the data gives it (chat template and tools; what the agent adds to it is not counted); ' +
-      'longer ones are left out of training and evaluation and counted; 0 = data.max_len - rollout.max_new_tokens',
-    { min: 0 },
+    'tokens of a prompt as the data gives it, by the chat template and with its tools; longer ones, and those that the ' +
+      'template cannot render, are left out of training and evaluation and counted; 0 = data.max_len - ' +
+      'rollout.max_new_tokens; -1 = none is measured (an agent may make another prompt of it in reset)',
+    { min: -1 },
   ),
   'data.max_samples': ints(
     [0],

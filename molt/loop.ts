@@ -338,9 +338,10 @@ async function train(args: Train): Promise<void> {
     },
     onDropped: (dropped) => promptLog.dropped(split, dropped),
   });
-  stream.filter = filter('train');
+  if (maxPromptLen >= 0) stream.filter = filter('train');
   await orFatal(stream.ahead(batchSize)); // nothing that fits: say it now
-  const heldOut = await orFatal(fitting(args.prompts.heldOut, filter('heldout')));
+  const heldOut =
+    maxPromptLen >= 0 ? await orFatal(fitting(args.prompts.heldOut, filter('heldout'))) : args.prompts.heldOut;
   progress.clear();
   if (heldOut.length < args.prompts.heldOut.length) say(promptLog.summary('heldout', args.prompts.heldOut.length));
   refit.probes = await probeRows(workers.tokenizer, stream.first, facts.vocabSize, options['data.max_len']);
@@ -518,7 +519,7 @@ async function train(args: Train): Promise<void> {
     const begun = performance.now();
     const groups = await nextBatch();
     const generated = performance.now();
-    stream.ahead(batchSize).catch(workers.fail); // the tokenizer has nothing else to do while this batch trains
+    stream.ahead(batchSize).catch(() => {}); // meanwhile, for the next batch, which comes upon the error again
 
     // Credit
     const { samples, metrics: creditMetrics } = credit(groups, {

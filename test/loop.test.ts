@@ -359,6 +359,12 @@ describe('prompts', () => {
       expect(it.out).toMatch(
         /--data\.max_prompt_len 244: none of the 2 prompts of --data\.prompt_dataset .* fits; the shortest has \d+ tokens/,
       );
+      // 249 tokens of 256 with the template, where a turn wants 12: nobody measures, so nothing is left out
+      const tight = prompts('tight', [long(230), odd]);
+      const all = ['--data.max_prompt_len', '-1', '--eval.dataset', 'none', '--train.num_steps', '1'];
+      const unmeasured = run('tight', '--data.prompt_dataset', tight, ...all);
+      expect(await unmeasured.exit, unmeasured.out).toBe(0);
+      expect(ledger('tight').some((e) => e.kind === 'prompt_dropped')).toBe(false);
       const held = run('none-held', '--eval.dataset', path);
       expect(await held.exit, held.out).toBe(1);
       expect(held.out).toContain('none of the 2 prompts of --eval.dataset');

@@ -1,4 +1,4 @@
-"""scripts/reasoning_gym_prompts.py as molt runs it. Most tests need the package, which is installed by hand."""
+"""scripts/reasoning_gym_prompts.py as molt runs it. Most tests need the package, installed by hand."""
 
 import importlib.util
 import json
