@@ -240,6 +240,7 @@ function checkModel(options: Options): void {
 interface Prompts {
   readonly stream: PromptStream;
   readonly heldOut: readonly Prompt[]; // empty = no evaluation; not measured yet
+  readonly heldOutHash: string;
 }
 
 /** Everything is read and checked before any process starts. Throws ConfigError. */
@@ -279,7 +280,7 @@ async function loadAllPrompts(options: Options): Promise<Prompts> {
   const overlap = sharedInputs(evaluated, training);
   if (overlap > 0) console.warn(`Warning: ${overlap} of ${heldOut.length} held-out prompts are also trained on`);
   const stream = new PromptStream(training, { seed, shuffle, weights: options['data.prompt_probs'] });
-  return { stream, heldOut };
+  return { stream, heldOut, heldOutHash: heldOut.length > 0 ? evaluated.sha256 : '' };
 }
 
 // ---- The loop ----
@@ -300,7 +301,7 @@ interface Train {
 async function train(args: Train): Promise<void> {
   const { runDir, from, bus, workers, ledger, stopper, progress, say } = args;
   const { options } = args.config;
-  const { stream } = args.prompts;
+  const { stream, heldOutHash } = args.prompts;
   const { trainer, generator, refit, dispatch, orFatal } = workers;
   const numSteps = options['train.num_steps'];
   const batchSize = options['train.batch_size'];
@@ -318,6 +319,9 @@ async function train(args: Train): Promise<void> {
   if (options['run.resume']) {
     for (const line of from?.skipped ?? []) say(`Skipped an incomplete checkpoint: ${line}`);
     if (!from) say('No complete checkpoint: beginning again');
+    const evaluated = from?.state.heldOutHash;
+    if (evaluated && heldOutHash && evaluated !== heldOutHash)
+      say('Changed since the run began: the held-out prompts, so scores before and after do not compare');
   }
   const metrics = new MetricsWriter(runDir, from?.state.step ?? 0);
   ledger.record({
@@ -489,7 +493,7 @@ async function train(args: Train): Promise<void> {
       saveCheckpoint({
         runDir,
         trainer,
-        state: { step, version: refit.version, data: stream.position, dispatched },
+        state: { step, version: refit.version, data: stream.position, heldOutHash, dispatched },
         keep: options['ckpt.max_num'],
         exportHf: options['ckpt.save_hf'],
       }),

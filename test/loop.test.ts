@@ -342,6 +342,11 @@ describe('prompts', () => {
       expect(dispatched('mixed-half')).toEqual(dispatched('mixed'));
       expect(metrics('mixed-half').steps.map(numbers)).toEqual(steps.map(numbers));
 
+      expect(rest.out).not.toContain('Changed since the run began: the held-out prompts');
+      prompts('mixed-held', ['h0', 'h1']);
+      const more = run('mixed-half', '--resume', ...args, '--train.num_steps', '7');
+      expect(await more.exit, more.out).toBe(0);
+      expect(more.out).toContain('Changed since the run began: the held-out prompts');
       prompts('mixed-b', ['b0', odd, 'b2', long(101), 'b5']);
       const other = run('mixed-half', '--resume', ...args, '--train.num_steps', '7');
       expect(await other.exit, other.out).toBe(2);
