@@ -1100,8 +1100,8 @@ export function helpText(): string {
     'Usage: npx tsx molt/loop.ts RECIPE [--option value ...]',
     '',
     'Trains the policy of a recipe (a TypeScript module, see scripts/) by reinforcement learning. Options of the command',
-    'line outrank those of the recipe; each is given once, by its full name. A pair takes two words, a bare switch means true,',
-    'and the word default takes back what the recipe set.',
+    'line outrank those of the recipe; each is given once, by its full name. A pair takes two words, a list one with commas,',
+    'a bare switch means true, and the word default takes back what the recipe set.',
   ];
   let group = '';
   for (const name of optionNames()) {

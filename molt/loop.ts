@@ -5,7 +5,7 @@
  *
  * | stage      | consumes              | produces                 | waits for                        |
  * |------------|-----------------------|--------------------------|----------------------------------|
- * | admit      | prompts (data.ts)     | groups of N rollouts     | capacity (buffer.ts)             |
+ * | admit      | prompts (data.ts)     | groups of N rollouts     | capacity (buffer.ts), lengths    |
  * | rollout    | prompt, policy tokens | reward and trajectories  | runners, tokenizer, engines      |
  * | batch      | finished groups       | train.batch_size groups  | that many groups                 |
  * | credit     | rewards               | advantages per token     | nothing                          |
