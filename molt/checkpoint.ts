@@ -31,6 +31,7 @@ export interface LoopState {
   readonly step: number; // steps done
   readonly version: number;
   readonly data: Position; // of the prompt stream, with the hash of what it reads
+  readonly heldOutHash: string; // of what is evaluated; '' when nothing is
   readonly dispatched: number; // groups ever admitted, which numbers them
 }
 

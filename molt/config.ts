@@ -292,9 +292,10 @@ export const OPTIONS = {
   'data.max_len': int(2048, 'tokens of a whole trajectory, prompt included', { min: 2 }),
   'data.max_prompt_len': int(
     0,
-    'tokens of a prompt as the data gives it (chat template and tools; what the agent adds to it is not counted); ' +
-      'longer ones are left out of training and evaluation and counted; 0 = data.max_len - rollout.max_new_tokens',
-    { min: 0 },
+    'tokens of a prompt as the data gives it, by the chat template and with its tools; longer ones, and those that the ' +
+      'template cannot render, are left out of training and evaluation and counted; 0 = data.max_len - ' +
+      'rollout.max_new_tokens; -1 = none is measured (an agent may make another prompt of it in reset)',
+    { min: -1 },
   ),
   'data.max_samples': ints(
     [0],
@@ -1128,8 +1129,8 @@ export function helpText(): string {
     'Usage: npx tsx molt/loop.ts RECIPE [--option value ...]',
     '',
     'Trains the policy of a recipe (a TypeScript module, see scripts/) by reinforcement learning. Options of the command',
-    'line outrank those of the recipe; each is given once, by its full name. A pair takes two words, a bare switch means true,',
-    'and the word default takes back what the recipe set.',
+    'line outrank those of the recipe; each is given once, by its full name. A pair takes two words, a list one with commas,',
+    'a bare switch means true, and the word default takes back what the recipe set.',
   ];
   let group = '';
   for (const name of optionNames()) {

@@ -325,12 +325,20 @@ export class PromptStream {
 
 function lanesOf({ sources }: PromptSet, weights: readonly number[], key: string): Lane[] {
   invariant(weights.length === 0 || weights.length === sources.length, 'a weight for each source, or none');
-  const total = weights.reduce((a, b) => a + b, 0);
+  const largest = Math.max(...weights); // so that no sum overflows
+  const total = weights.reduce((sum, weight) => sum + weight / largest, 0);
   let end = 0;
   const lanes = sources.map(({ name, items }, i): Lane => {
     const [from, length] = [end, items.length];
     end += length;
-    return { name, weight: (weights[i] ?? 0) / total, from, length, key: `${key} source ${i}`, orders: new Map() };
+    return {
+      name,
+      weight: (weights[i] ?? 0) / largest / total,
+      from,
+      length,
+      key: `${key} source ${i}`,
+      orders: new Map(),
+    };
   });
   const name = sources.map((source) => source.name).join(',');
   return weights.length > 0 ? lanes : [{ name, weight: 1, from: 0, length: end, key, orders: new Map() }];
@@ -346,17 +354,17 @@ function turnOf(lanes: readonly Lane[], cursors: readonly Cursor[]): number {
   if (lanes.length === 1) return 0;
   const next = cursors.reduce((sum, { given }) => sum + given, 1);
   const slack = 1 / (2 * lanes.length - 2);
-  let turn = -1;
-  let soonest = Number.POSITIVE_INFINITY;
+  let [turn, soonest] = [-1, Number.POSITIVE_INFINITY];
+  let [last, furthest] = [0, Number.NEGATIVE_INFINITY];
   for (const [i, { weight }] of lanes.entries()) {
     const { given } = cursors[i] as Cursor;
+    const behind = weight * next - given;
     const late = (given + 1 - slack) / weight; // the n at which it would be
-    if (weight * next - given < slack || late >= soonest) continue;
-    turn = i;
-    soonest = late;
+    if (behind >= slack && late < soonest) [turn, soonest] = [i, late];
+    if (behind > furthest) [last, furthest] = [i, behind];
   }
-  invariant(turn >= 0, 'the lanes are behind by 1 together, so one of k by at least 1/k');
-  return turn;
+  // Together they are behind by 1, so one of k is by 1/k >= slack; but for rounding, where two lanes are by 1/2 both.
+  return turn >= 0 ? turn : last;
 }
 
 function skip(lane: Lane, cursor: Cursor, prompts: number): void {

@@ -5,7 +5,7 @@
  *
  * | stage      | consumes              | produces                 | waits for                        |
  * |------------|-----------------------|--------------------------|----------------------------------|
- * | admit      | prompts (data.ts)     | groups of N rollouts     | capacity (buffer.ts)             |
+ * | admit      | prompts (data.ts)     | groups of N rollouts     | capacity (buffer.ts), lengths    |
  * | rollout    | prompt, policy tokens | reward and trajectories  | runners, tokenizer, engines      |
  * | batch      | finished groups       | train.batch_size groups  | that many groups                 |
  * | credit     | rewards               | advantages per token     | nothing                          |
@@ -281,6 +281,7 @@ function say(line: string): void {
 interface Prompts {
   readonly stream: PromptStream;
   readonly heldOut: readonly Prompt[]; // empty = no evaluation; not measured yet
+  readonly heldOutHash: string;
 }
 
 /** Everything is read and checked before any process starts. Null when there is a problem, which the finding tells. */
@@ -331,7 +332,7 @@ async function readAllPrompts(options: Options): Promise<Prompts> {
   const overlap = sharedInputs(evaluated, training);
   if (overlap > 0) console.warn(`Warning: ${overlap} of ${heldOut.length} held-out prompts are also trained on`);
   const stream = new PromptStream(training, { seed, shuffle, weights: options['data.prompt_probs'] });
-  return { stream, heldOut };
+  return { stream, heldOut, heldOutHash: heldOut.length > 0 ? evaluated.sha256 : '' };
 }
 
 // ---- The loop ----
@@ -349,7 +350,7 @@ interface Context extends Prepared {
 async function train(args: Context): Promise<void> {
   const { runDir, from, bus, workers, ledger, stopper, progress } = args;
   const { options } = args.config;
-  const { stream } = args.prompts;
+  const { stream, heldOutHash } = args.prompts;
   const { trainer, generator, refit, dispatch, orFatal } = workers;
   const numSteps = options['train.num_steps'];
   const batchSize = options['train.batch_size'];
@@ -367,6 +368,9 @@ async function train(args: Context): Promise<void> {
   if (options['run.resume']) {
     for (const line of from?.skipped ?? []) say(`Skipped an incomplete checkpoint: ${line}`);
     if (!from) say('No complete checkpoint: beginning again');
+    const evaluated = from?.state.heldOutHash;
+    if (evaluated && heldOutHash && evaluated !== heldOutHash)
+      say('Changed since the run began: the held-out prompts, so scores before and after do not compare');
   }
   const metrics = new MetricsWriter(runDir, from?.state.step ?? 0);
   ledger.record({
@@ -387,9 +391,10 @@ async function train(args: Context): Promise<void> {
     },
     onDropped: (dropped) => promptLog.dropped(split, dropped),
   });
-  stream.filter = filter('train');
+  if (maxPromptLen >= 0) stream.filter = filter('train');
   await orFatal(stream.ahead(batchSize)); // nothing that fits: say it now
-  const heldOut = await orFatal(fitting(args.prompts.heldOut, filter('heldout')));
+  const heldOut =
+    maxPromptLen >= 0 ? await orFatal(fitting(args.prompts.heldOut, filter('heldout'))) : args.prompts.heldOut;
   progress.clear();
   if (heldOut.length < args.prompts.heldOut.length) say(promptLog.summary('heldout', args.prompts.heldOut.length));
   refit.probes = await probeRows(workers.tokenizer, stream.first, facts.vocabSize, options['data.max_len']);
@@ -541,7 +546,7 @@ async function train(args: Context): Promise<void> {
       saveCheckpoint({
         runDir,
         trainer,
-        state: { step, version: refit.version, data: stream.position, dispatched },
+        state: { step, version: refit.version, data: stream.position, heldOutHash, dispatched },
         keep: options['ckpt.max_num'],
         exportHf: options['ckpt.save_hf'],
       }),
@@ -574,7 +579,7 @@ async function train(args: Context): Promise<void> {
     const begun = performance.now();
     const groups = await nextBatch();
     const generated = performance.now();
-    stream.ahead(batchSize).catch(workers.fail); // the tokenizer has nothing else to do while this batch trains
+    stream.ahead(batchSize).catch(() => {}); // meanwhile, for the next batch, which comes upon the error again
 
     // Credit
     const { samples, metrics: creditMetrics } = credit(groups, {

@@ -9,7 +9,7 @@
  * Invariants
  *   1. What is wrong is a line that names option, source and place, several at once; nothing is skipped.
  *   2. Text is UTF-8; a line ends in LF or CRLF and nowhere else (JSON may hold U+2028); a byte-order mark is dropped.
- *   3. Memory is bounded: MAX_PROMPTS of a source, MAX_LINE_BYTES of a line.
+ *   3. Memory is bounded: MAX_PROMPTS and MAX_BYTES of a source, MAX_LINE_BYTES of a line.
  *   4. A program runs to its end, with status 0, or its source is refused; it never outlives this process.
  * A program gets PYTHONHASHSEED=0, so that one which goes through a set prints the same prompts when a run is resumed.
  * Called by data.ts. Elsewhere called dataset loader, generator.
@@ -18,6 +18,7 @@ import { isUtf8 } from 'node:buffer';
 import { createReadStream } from 'node:fs';
 import { readFile, stat } from 'node:fs/promises';
 import type { Readable } from 'node:stream';
+import { getHeapStatistics } from 'node:v8';
 import type { PromptSource } from './config.ts';
 import { pythonCommand, startProgram } from './launch.ts';
 import { importModule, whatWasThrown } from './modules.ts';
@@ -56,6 +57,7 @@ export interface ReadOptions {
 }
 
 const MAX_PROMPTS = 10_000_000; // a module or program that never ends is told so
+const MAX_BYTES = getHeapStatistics().heap_size_limit / 4; // text takes up to twice its bytes, and the records come on top
 const MAX_LINE_BYTES = 64 * 1024 * 1024; // more than that is no message either (protocol.ts)
 const MAX_DEPTH = 1000; // of nested JSON
 const LAST_WORDS = 5; // lines of a program's stderr in an error
@@ -232,7 +234,7 @@ async function* programLines(source: PromptSource, options: ReadOptions, problem
       for (const { where, record } of parsed(line, problems)) yield* withKnownFields(where, record, problems);
       timer = setTimeout(giveUp, silenceMs);
     }
-    if (!program.stdout.readableEnded) return; // a line too long, said already
+    if (!program.stdout.readableEnded) return; // too much, said already
     const { code, signal } = await program.exited;
     await told;
     const lines = `after ${number} ${number === 1 ? 'line' : 'lines'}`;
@@ -278,6 +280,7 @@ async function* linesOf(stream: Readable, problems: Problems): AsyncGenerator<Li
   let number = 0;
   let pieces: Buffer[] = []; // of the line that has not ended
   let bytes = 0;
+  let total = 0;
   const line = (end: Buffer): Line => {
     const whole = pieces.length > 0 ? Buffer.concat([...pieces, end]) : end;
     pieces = [];
@@ -288,6 +291,13 @@ async function* linesOf(stream: Readable, problems: Problems): AsyncGenerator<Li
     return { text: number === 1 ? text.replace(/^\uFEFF/, '') : text, number };
   };
   for await (const chunk of stream as AsyncIterable<Buffer>) {
+    total += chunk.length;
+    if (total > MAX_BYTES) {
+      const size = `${Math.round(MAX_BYTES / 1e6)} MB`;
+      return problems.add(
+        `more than ${size}, a quarter of what Node may use (NODE_OPTIONS=--max-old-space-size=MB raises it)`,
+      );
+    }
     let from = 0;
     for (let at = chunk.indexOf(10); at >= 0; at = chunk.indexOf(10, from)) {
       yield line(chunk.subarray(from, at));

@@ -207,6 +207,7 @@ describe('reading', () => {
   });
 
   test('data.max_prompt_len 0 leaves room for one whole turn', async () => {
+    expect((await loadConfig([recipe(), '--data.max_prompt_len=-1'])).options['data.max_prompt_len']).toBe(-1);
     const sizes = ['--data.max_len', '1000', '--rollout.max_new_tokens', '300'];
     expect((await loadConfig([recipe(), ...sizes])).options['data.max_prompt_len']).toBe(700);
     expect(

@@ -525,6 +525,21 @@ describe('several sources', () => {
     }
   });
 
+  test('rounding does not move the shares of two sources', async () => {
+    const set = await load(`${numbered(2)},${numbered(3)}`);
+    for (let i = 1; i <= 40; i++) {
+      const weights = [i / 7, 41 - i];
+      const share = i / 7 / (i / 7 + 41 - i);
+      let first = 0;
+      for (const [n, turn] of turns(new PromptStream(set, { ...ORDER, weights }), set, 2000).entries()) {
+        if (turn === 0) first++;
+        if (Math.abs(first - (n + 1) * share) >= 0.5 + 1e-9) expect.fail(`${weights} after ${n + 1} prompts: ${first}`);
+      }
+    }
+    const huge = { ...ORDER, weights: [Number.MAX_VALUE, Number.MAX_VALUE] };
+    expect(turns(new PromptStream(set, huge), set, 6)).toEqual([0, 1, 0, 1, 0, 1]);
+  });
+
   test('with weights each has epochs and orders of its own', async () => {
     const [a, b] = [numbered(4, 'a'), numbered(4, 'b')];
     const set = await load(`${a},${b}`);

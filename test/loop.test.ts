@@ -342,6 +342,11 @@ describe('prompts', () => {
       expect(dispatched('mixed-half')).toEqual(dispatched('mixed'));
       expect(metrics('mixed-half').steps.map(numbers)).toEqual(steps.map(numbers));
 
+      expect(rest.out).not.toContain('Changed since the run began: the held-out prompts');
+      prompts('mixed-held', ['h0', 'h1']);
+      const more = run('mixed-half', '--resume', ...args, '--train.num_steps', '7');
+      expect(await more.exit, more.out).toBe(0);
+      expect(more.out).toContain('Changed since the run began: the held-out prompts');
       prompts('mixed-b', ['b0', odd, 'b2', long(101), 'b5']);
       const other = run('mixed-half', '--resume', ...args, '--train.num_steps', '7');
       expect(await other.exit, other.out).toBe(2);
@@ -359,6 +364,12 @@ describe('prompts', () => {
       expect(it.out).toMatch(
         /--data\.max_prompt_len 244: none of the 2 prompts of --data\.prompt_dataset .* fits; the shortest has \d+ tokens/,
       );
+      // 249 tokens of 256 with the template, where a turn wants 12: nobody measures, so nothing is left out
+      const tight = prompts('tight', [long(230), odd]);
+      const all = ['--data.max_prompt_len', '-1', '--eval.dataset', 'none', '--train.num_steps', '1'];
+      const unmeasured = run('tight', '--data.prompt_dataset', tight, ...all);
+      expect(await unmeasured.exit, unmeasured.out).toBe(0);
+      expect(ledger('tight').some((e) => e.kind === 'prompt_dropped')).toBe(false);
       const held = run('none-held', '--eval.dataset', path);
       expect(await held.exit, held.out).toBe(1);
       expect(held.out).toContain('none of the 2 prompts of --eval.dataset');
