@@ -98,7 +98,7 @@ def compare(path: str, n: int) -> dict[str, float]:
 
 
 def draw_prompts(vocab_size: int, n: int, index: int) -> np.ndarray:
-    """(n, PROMPT_TOKENS). Other prompts each round: the engine would find those of the last one in its cache."""
+    """(n, PROMPT_TOKENS), other ones each round: the engine would find those of the last one in its cache."""
     return np.random.default_rng(index).integers(0, vocab_size, (n, PROMPT_TOKENS), dtype=np.int32)
 
 
@@ -137,7 +137,9 @@ def generate_round(model, prompts: np.ndarray, seed: int) -> float:
     )
     sampled = out.sequences[:, PROMPT_TOKENS:]
     # Of the sampled tokens alone, which is the cheapest way.
-    columns = [x.gather(1, i[:, None])[:, 0] - x.logsumexp(-1) for x, i in zip(out.logits, sampled.T, strict=True)]
+    columns = [
+        x.gather(1, i[:, None])[:, 0] - x.logsumexp(-1) for x, i in zip(out.logits, sampled.T, strict=True)
+    ]
     logprobs = torch.stack(columns, 1)
     seconds = time.perf_counter() - begun
     if logprobs.shape != (len(rows), NEW_TOKENS):
