@@ -12,7 +12,7 @@
 import type { Peer } from './bus.ts';
 import type { Generator } from './generator.ts';
 import type { Launcher, Worker, WorkerSpec } from './launch.ts';
-import { logTail } from './launch.ts';
+import { lastWords } from './launch.ts';
 import type { Fields, Frames } from './protocol.ts';
 import {
   END_REASONS,
@@ -101,7 +101,7 @@ export class Dispatch {
     const worker = this.#launcher.start(this.#spec(index));
     const { peer } = worker;
     const lost = peer.lost.then((reason) => {
-      throw new Error(`Runner ${worker.spec.id} died while starting: ${reason.message}\n${logTail(worker, 20)}`);
+      throw new Error(`Runner ${worker.spec.id} died while starting: ${reason.message}\n${lastWords(worker)}`);
     });
     lost.catch(() => {});
     peer.handle('turn', async (fields, frames) => this.#turn(fields, frames));
@@ -242,9 +242,10 @@ export class Dispatch {
   }
 
   async #restart(index: number, worker: Worker, reason: Error): Promise<void> {
-    let cause = `${reason.message}\n${logTail(worker, 20)}`;
+    let cause = `${reason.message}\n${lastWords(worker)}`;
     for (let n = this.#restarts.get(index) ?? 0; !this.#closed && n < this.#maxRestarts; n++) {
       this.#restarts.set(index, n + 1);
+      this.#hooks.event('runner_restart', { runner: index, restart: n + 1 });
       this.#starting++;
       try {
         await this.startRunner(index);

@@ -15,7 +15,7 @@
  */
 import type { Peer } from './bus.ts';
 import type { Launcher, Worker, WorkerSpec } from './launch.ts';
-import { logTail } from './launch.ts';
+import { lastWords } from './launch.ts';
 import type { Fields, Frames } from './protocol.ts';
 import { RemoteError } from './protocol.ts';
 import type { SampledTurn } from './session.ts';
@@ -139,7 +139,7 @@ export class Generator {
   /** As `startEngine`, for a process that launch.ts has already started. */
   async adopt(worker: Worker, index: number): Promise<Engine> {
     const lost = worker.peer.lost.then((reason) => {
-      throw new Error(`Engine ${worker.spec.id} died while starting: ${reason.message}\n${logTail(worker, 20)}`);
+      throw new Error(`Engine ${worker.spec.id} died while starting: ${reason.message}\n${lastWords(worker)}`);
     });
     lost.catch(() => {});
     await Promise.race([worker.peer.ready, lost]);

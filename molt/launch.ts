@@ -315,6 +315,17 @@ export function nodeCommand(script: string): string[] {
   return [process.execPath, '--import', tsx, isAbsolute(script) ? script : join(ROOT, script)];
 }
 
+const TRACE_LINES = 200;
+const TAIL_LINES = 20;
+
+/** What a dead process wrote last: its traceback whole where there is one, else a few lines. */
+export function lastWords(worker: Worker): string {
+  const lines = logTail(worker, TRACE_LINES).split('\n');
+  // Chained exceptions are several tracebacks with a line between them that says so; the first one is the cause.
+  const first = lines.findIndex((line) => line.startsWith('Traceback (most recent call last)'));
+  return (first < 0 ? lines.slice(-TAIL_LINES) : lines.slice(first)).join('\n');
+}
+
 /** The last lines that this process wrote, for error messages; '' when it wrote nothing. */
 export function logTail(worker: Worker, lines: number): string {
   const { path, from } = worker.log;

@@ -61,6 +61,7 @@ const MISMATCH_BOUND = { float32: 1e-3, bfloat16: 0.1 } as const;
 const MISMATCH_STEPS = 3; // above the bound this often running = stop
 const FAILURE_WINDOW = 64; // rollouts over which the failure rate is taken
 const SKIPPED_STEPS = 3; // non-finite steps running = stop
+const FLAT_STEPS = 3; // steps running in which every advantage was 0 = a warning
 const RELAYED_MS = 500; // a signal this soon after the first is the same Ctrl-C
 const STOP_GRACE_MS = 10_000;
 const PROBE_IDS = 48;
@@ -572,7 +573,7 @@ async function train(args: Context): Promise<void> {
     maxTokens: options['train.max_tokens_per_gpu'],
     packed: options['fsdp.packing_samples'],
   };
-  const health = { mismatched: 0, skipped: 0 };
+  const health = { mismatched: 0, skipped: 0, flat: 0 };
   generator.takeCounts();
   trainer.takeBusy();
   while (step < numSteps && !stopper.signal) {
@@ -639,6 +640,7 @@ async function train(args: Context): Promise<void> {
       ...generatorMetrics(generator, (performance.now() - begun) / 1000),
       trainer_idle_s: Math.max(0, (performance.now() - begun) / 1000 - trainer.takeBusy()),
       tokens_trained: denominator,
+      tokens_credited: credited.reduce((n, sample) => n + sum(sample.trajectory.lossMask), 0),
       lr,
       time_generation_s: (generated - begun) / 1000,
       time_train_s: (trained - trainStart) / 1000,
@@ -719,7 +721,6 @@ function stepMetrics({ sums, maxima }: StepResult): Record<string, number> {
   const perToken = (key: string) => (sums[key] ?? 0) / (sums.tokens ?? 0);
   return {
     loss: sums.loss ?? 0,
-    tokens_credited: sums.tokens ?? 0,
     grad_norm: maxima.grad_norm ?? 0,
     logprob_mismatch_mean: perToken('mismatch_abs'),
     logprob_mismatch_max: maxima.mismatch_abs ?? 0,
@@ -864,7 +865,7 @@ class FailureWindow {
 }
 
 function checkHealth(
-  health: { mismatched: number; skipped: number },
+  health: { mismatched: number; skipped: number; flat: number },
   line: Readonly<Record<string, number>>,
   bound: number,
   stop: boolean,
@@ -876,6 +877,11 @@ function checkHealth(
       `Engine and trainer disagree: mean |dlogp| ${mismatch.toExponential(1)} is above ${bound} on ${MISMATCH_STEPS} steps running (--rollout.mismatch_stop off goes on)`,
     );
   }
+  health.flat = line.tokens_credited === 0 ? health.flat + 1 : 0;
+  if (health.flat === FLAT_STEPS)
+    say(
+      `Warning: every advantage was 0 on ${FLAT_STEPS} steps running, so there was nothing to learn from (reward ${line.reward_mean?.toFixed(3)} in every rollout of a group): is the task too hard, too easy, or the reward always the same?`,
+    );
   health.skipped = line.skipped ? health.skipped + 1 : 0;
   if (health.skipped >= SKIPPED_STEPS)
     throw new Error(`Loss or gradient was not finite on ${SKIPPED_STEPS} steps running`);

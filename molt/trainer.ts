@@ -10,7 +10,7 @@
  * push_weights, save, restore, export). Elsewhere called: learner, actor worker group.
  */
 import type { Launcher, Worker } from './launch.ts';
-import { logTail } from './launch.ts';
+import { lastWords } from './launch.ts';
 import { type BatchPlan, rowColumns } from './packing.ts';
 import type { Frames, ReplyFields } from './protocol.ts';
 import type { Sample } from './types.ts';
@@ -203,7 +203,7 @@ export class Trainer {
   #onLost(rank: Worker, reason: Error): void {
     if (this.#closing) return;
     this.#closing = true;
-    this.#reject(new Error(`Trainer rank ${rank.spec.id} is gone: ${reason.message}\n${logTail(rank, 30)}`));
+    this.#reject(new Error(`Trainer rank ${rank.spec.id} is gone: ${reason.message}\n${lastWords(rank)}`));
     for (const other of this.#ranks) if (other !== rank) void this.#launcher.kill(other); // they wait in a collective
   }
 }

@@ -12,7 +12,7 @@ import type { Bus } from './bus.ts';
 import { type Options, simulatedScript } from './config.ts';
 import { Dispatch } from './dispatch.ts';
 import { Generator } from './generator.ts';
-import { type Launcher, logTail, nodeCommand, pythonCommand, type Worker, type WorkerSpec } from './launch.ts';
+import { type Launcher, lastWords, nodeCommand, pythonCommand, type Worker, type WorkerSpec } from './launch.ts';
 import { Refit } from './refit.ts';
 import { rendezvousPath } from './run_dir.ts';
 import { Trainer } from './trainer.ts';
@@ -101,7 +101,7 @@ export function openWorkers(args: {
     hooks: { version: () => refit.version, event },
   });
   const tokenizerLost = tokenizer.peer.lost.then((reason) => {
-    throw new Error(`The tokenizer is gone: ${reason.message}\n${logTail(tokenizer, 20)}`);
+    throw new Error(`The tokenizer is gone: ${reason.message}\n${lastWords(tokenizer)}`);
   });
   let fail: (error: Error) => void = () => {};
   const broken = new Promise<never>((_, reject) => {
