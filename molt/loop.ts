@@ -32,14 +32,14 @@ import { ConfigError, changedOptions, configJson, formatConfig, HelpRequested, l
 import { loadPrompts, PromptStream, promptsOf, sharedInputs } from './data.ts';
 import type { Job } from './dispatch.ts';
 import { credit, standardDeviation } from './estimators.ts';
-import { constantBest, type Evaluation, evaluate } from './evaluate.ts';
+import { constantBest, type Evaluation, evaluate, formatSample, turnIds } from './evaluate.ts';
 import type { Generator } from './generator.ts';
 import { Launcher, type Worker } from './launch.ts';
 import { Ledger } from './ledger.ts';
 import { formatStep, MetricsWriter, Progress } from './metrics.ts';
 import { planBatch } from './packing.ts';
 import type { Refit } from './refit.ts';
-import { learningRate, type StepResult } from './trainer.ts';
+import { flatRows, learningRate, type StepResult } from './trainer.ts';
 import { type Group, invariant, type Prompt, type Rollout, type Sampling } from './types.ts';
 import { openWorkers, type Workers } from './workers.ts';
 
@@ -410,6 +410,7 @@ async function train(args: Train): Promise<void> {
         sampling: sampling(temperature, 0),
         seed: (p, s) => seedOf(seed, 'eval', p, s), // the same draws at every evaluation
         limits,
+        samples: options['eval.show_samples'],
         name: `eval${step}${name}`,
         onRollout: (done, of) => progress.show(`evaluation ${name}: ${done}/${of}`, done / of),
       }),
@@ -442,6 +443,7 @@ async function train(args: Train): Promise<void> {
     say(
       `Held-out at step ${step}: ${parts.join(', ')} (${sampled.prompts} prompts; best constant answer ${constant.toFixed(3)})`,
     );
+    for (const line of await orFatal(sampleLines(workers.tokenizer, sampled))) say(line);
   };
   const checkpoint = async () => {
     const path = await orFatal(
@@ -731,6 +733,19 @@ async function probeRows(tokenizer: Worker, prompt: Prompt, vocabSize: number, m
   });
   const spread = Int32Array.from({ length: PROBE_IDS }, (_, k) => (k * 7919 + 13) % vocabSize);
   return [frames.ids.slice(0, maxLen), spread.slice(0, maxLen)].filter((row) => row.length > 1);
+}
+
+/** What the policy said to some prompts, one line each. */
+async function sampleLines(tokenizer: Worker, { samples }: Evaluation): Promise<string[]> {
+  const rows = samples.map(({ rollout }) => turnIds(rollout));
+  if (rows.flat().length === 0) return [];
+  const { fields } = await tokenizer.peer.request('decode', { skip_special: true }, flatRows(rows.flat()));
+  let at = 0;
+  return samples.map(({ prompt, rollout }, i) => {
+    const turns = rows[i]?.length ?? 0;
+    at += turns;
+    return formatSample(prompt, rollout, fields.texts.slice(at - turns, at));
+  });
 }
 
 function messageOf(error: unknown): string {
