@@ -326,6 +326,10 @@ export const OPTIONS = {
   'eval.n_samples_per_prompt': int(1, 'rollouts of one prompt in an evaluation', { min: 1, effect: EVALUATED }),
   'eval.temperature': float(1, 'sampling temperature of evaluation', { min: 0, effect: EVALUATED }),
   'eval.greedy': bool(true, 'one more pass at temperature 0, at the start and at the end', { effect: EVALUATED }),
+  'eval.show_samples': int(0, 'prompts of each evaluation whose first sampled rollout is printed as text', {
+    min: 0,
+    effect: EVALUATED,
+  }),
 
   'engine.kind': choice(['torch', 'vllm', 'simulated'], 'torch', 'what samples tokens'),
   'engine.num_engines': int(1, 'engine processes', { min: 1, max: 1024 }),

@@ -9,13 +9,15 @@
 import type { Dispatch, Job } from './dispatch.ts';
 import type { Json, Prompt, Rollout, Sampling } from './types.ts';
 
+const SHOWN = 100; // characters of a prompt or a turn
+
 export interface Evaluation {
   readonly rewardMean: number;
   readonly passAtK: number; // share of prompts with at least one sample of reward >= 1
   readonly prompts: number;
   readonly rollouts: number;
   readonly unjudged: number;
-  readonly samples: readonly Rollout[]; // the first rollout of the first prompts, to be looked at
+  readonly samples: readonly { readonly prompt: Prompt; readonly rollout: Rollout }[]; // to be read by people
 }
 
 export async function evaluate(args: {
@@ -25,6 +27,7 @@ export async function evaluate(args: {
   sampling: Sampling;
   seed: (prompt: number, sample: number) => number;
   limits: Job['limits'];
+  samples: number; // first rollouts of the first prompts, to be returned
   name: string; // tells rollout ids of one evaluation from another's
   onRollout: (rollout: Rollout, done: number, of: number) => void;
 }): Promise<Evaluation> {
@@ -58,8 +61,38 @@ export async function evaluate(args: {
     prompts: prompts.length,
     rollouts: total,
     unjudged: groups.flat().filter((rollout) => rollout.score === null).length,
-    samples: groups.slice(0, 3).flatMap((group) => group.slice(0, 1)),
+    samples: prompts.slice(0, args.samples).map((prompt, p) => ({ prompt, rollout: groups[p]?.[0] as Rollout })),
   };
+}
+
+/** Ids that the policy sampled, a row per turn. */
+export function turnIds(rollout: Rollout): Int32Array[] {
+  const turns = new Map<number, number[]>();
+  for (const trajectory of rollout.trajectories) {
+    for (const [k, turn] of trajectory.turns.entries()) {
+      if (!trajectory.lossMask[k]) continue;
+      const ids = turns.get(turn) ?? [];
+      turns.set(turn, ids);
+      ids.push(trajectory.ids[k] as number);
+    }
+  }
+  return Array.from(turns.values(), (ids) => Int32Array.from(ids));
+}
+
+/** One line for people: the end of the prompt, every turn of the policy, how it ended. */
+export function formatSample(prompt: Prompt, rollout: Rollout, turns: readonly string[]): string {
+  const { input } = prompt;
+  const last = Array.isArray(input) ? (input.at(-1) as { content?: Json }).content : input;
+  const asked = oneLine(typeof last === 'string' ? last : JSON.stringify(last ?? null), 'end');
+  const said = turns.map((text) => oneLine(text, 'start'));
+  const ending = rollout.reason === 'done' ? '' : `, ${rollout.reason}`;
+  return `  ${[asked, ...said].join(' -> ')}   (reward ${rollout.score ?? 'none'}${ending})`;
+}
+
+function oneLine(text: string, keep: 'start' | 'end'): string {
+  const line = [...JSON.stringify(text).slice(1, -1).replaceAll('\\"', '"')];
+  if (line.length <= SHOWN) return line.join('');
+  return keep === 'start' ? `${line.slice(0, SHOWN).join('')}...` : `...${line.slice(-SHOWN).join('')}`;
 }
 
 /** Share of prompts whose label is the most frequent one. */

@@ -41,7 +41,7 @@ import {
 } from './data.ts';
 import type { Job } from './dispatch.ts';
 import { credit, standardDeviation } from './estimators.ts';
-import { constantBest, type Evaluation, evaluate } from './evaluate.ts';
+import { constantBest, type Evaluation, evaluate, formatSample, turnIds } from './evaluate.ts';
 import type { Generator } from './generator.ts';
 import { Launcher, type Worker } from './launch.ts';
 import { Ledger } from './ledger.ts';
@@ -52,7 +52,7 @@ import { checkModel, checkSurroundings, type Finding, findingsTable } from './pr
 import type { Refit } from './refit.ts';
 import { closeRunDir, discardRunDir, openRunDir } from './run_dir.ts';
 import type { Split } from './sources.ts';
-import { learningRate, type StepResult } from './trainer.ts';
+import { flatRows, learningRate, type StepResult } from './trainer.ts';
 import { type Group, invariant, type Prompt, type Rollout, type Sampling } from './types.ts';
 import { openWorkers, type Workers } from './workers.ts';
 
@@ -505,6 +505,7 @@ async function train(args: Context): Promise<void> {
         sampling: sampling(temperature, 0),
         seed: (p, s) => seedOf(seed, 'eval', p, s), // the same draws at every evaluation
         limits,
+        samples: options['eval.show_samples'],
         name: `eval${step}${name}`,
         onRollout: (rollout, done, of) => {
           if (!hasTrained && !stopper.signal) failures.add(rollout);
@@ -541,6 +542,7 @@ async function train(args: Context): Promise<void> {
     say(
       `Held-out at step ${step}: ${parts.join(', ')} (${sampled.prompts} prompts; best constant answer ${constant.toFixed(3)})`,
     );
+    for (const line of await orFatal(sampleLines(workers.tokenizer, sampled))) say(line);
   };
   const checkpoint = async () => {
     const path = await orFatal(
@@ -917,6 +919,19 @@ async function probeRows(tokenizer: Worker, prompt: Prompt, vocabSize: number, m
   const { frames } = await tokenizer.peer.request('render', { items: [renderItem({ ...prompt, tools: null })] });
   const spread = Int32Array.from({ length: PROBE_IDS }, (_, k) => (k * 7919 + 13) % vocabSize);
   return [frames.ids.slice(0, maxLen), spread.slice(0, maxLen)].filter((row) => row.length > 1);
+}
+
+/** What the policy said to some prompts, one line each. */
+async function sampleLines(tokenizer: Worker, { samples }: Evaluation): Promise<string[]> {
+  const rows = samples.map(({ rollout }) => turnIds(rollout));
+  if (rows.flat().length === 0) return [];
+  const { fields } = await tokenizer.peer.request('decode', { skip_special: true }, flatRows(rows.flat()));
+  let at = 0;
+  return samples.map(({ prompt, rollout }, i) => {
+    const turns = rows[i]?.length ?? 0;
+    at += turns;
+    return formatSample(prompt, rollout, fields.texts.slice(at - turns, at));
+  });
 }
 
 function messageOf(error: unknown): string {

@@ -13,21 +13,19 @@
  *
  * Invariants
  *   1. A problem belongs to the held-out split by a hash of its text, so it is neither trained nor demonstrated.
- *   2. The policy's directory is named by a hash of everything that decides its content, and is complete when it exists.
+ *   2. The policy's directory is named by a hash of everything that decides its content (prepare_model.ts).
  *   3. Nothing the policy writes is evaluated: the calculator reads two numbers and an operator, or answers `error`.
  * Run by loop.ts (options, prepare), data.ts (prompts) and runner.ts (agent). Numbers: README.
  */
-import { spawn } from 'node:child_process';
-import { createHash } from 'node:crypto';
-import { existsSync, mkdirSync, readdirSync, readFileSync, renameSync, rmSync, writeFileSync } from 'node:fs';
-import { dirname, join, relative, resolve } from 'node:path';
-import { createInterface } from 'node:readline';
+import { writeFileSync } from 'node:fs';
+import { dirname, join, relative } from 'node:path';
 import { fileURLToPath } from 'node:url';
 import type { Env, Result, Task, Turn } from '../molt/agent.ts';
 import { defineRecipe, type Options } from '../molt/config.ts';
 import { pythonCommand } from '../molt/launch.ts';
 import type { PromptInput, Split } from '../molt/sources.ts';
 import type { Json, Message, ToolCall } from '../molt/types.ts';
+import { hashOf, makeModel, needsModel } from './prepare_model.ts';
 
 // ---- The task ----
 
@@ -193,91 +191,26 @@ const SOURCES = [WARM_START_SCRIPT, join(ROOT, 'workers', 'requirements.txt')];
 const jsonLines = demonstrations()
   .map((messages) => `${JSON.stringify(messages)}\n`)
   .join('');
-const POLICY = join(ROOT, '.cache', 'quickstart', policyHash());
-
-function policyHash(): string {
-  const hash = createHash('sha256').update(JSON.stringify(WARM_START)).update(jsonLines);
-  for (const source of SOURCES) hash.update(existsSync(source) ? readFileSync(source) : '');
-  return hash.digest('hex').slice(0, 16);
-}
+const POLICY = join(ROOT, '.cache', 'quickstart', hashOf([JSON.stringify(WARM_START), jsonLines], SOURCES));
 
 async function prepare(options: Options, say: (line: string) => void): Promise<void> {
-  if (resolve(options['actor.model_name_or_path']) !== POLICY) return; // the user brings another one
-  const kinds = [options['engine.kind'], options['trainer.kind'], options['tokenizer.kind']];
-  if (kinds.every((kind) => kind === 'simulated')) return;
+  if (!needsModel(options, POLICY)) return;
   await makePolicy(POLICY, pythonCommand(WARM_START_SCRIPT, options['launch.python'] || undefined), say);
 }
 
-/**
- * Make the policy unless it is there: `command` turns the directory given as its last argument into a model. It is built
- * next to its place and renamed, so a half-made one is never seen. Throws with the command's last words when that fails.
- */
+/** Make the policy unless it is there: `command` turns the directory given as its last argument into a model. */
 export async function makePolicy(
   directory: string,
   command: readonly string[],
   say: (line: string) => void,
 ): Promise<void> {
-  const place = relative(process.cwd(), directory);
-  if (existsSync(directory)) return say(`policy: ${place}, made before`);
-  const started = Date.now();
-  removeAbandoned(dirname(directory));
-  const building = `${directory}.building-${process.pid}`;
-  mkdirSync(building, { recursive: true });
-  try {
-    const count = WARM_START.steps * WARM_START.batch;
-    say(`policy: warm start on ${count} imperfect demonstrations, once; it takes half a minute on a free core`);
+  const count = WARM_START.steps * WARM_START.batch;
+  const announce = `warm start on ${count} imperfect demonstrations, once; it takes half a minute on a free core`;
+  const fill = (building: string) => {
     writeFileSync(join(building, 'demonstrations.jsonl'), jsonLines);
     writeFileSync(join(building, 'warm_start.json'), `${JSON.stringify(WARM_START, null, 2)}\n`);
-    await run([...command, '--end-with-stdin', building], (line) => say(`policy: ${line}`));
-    try {
-      renameSync(building, directory);
-    } catch (error) {
-      if (!existsSync(directory)) throw error; // else another start was faster, with the same result
-    }
-    say(`policy: ${place}, made in ${((Date.now() - started) / 1000).toFixed(0)} s`);
-  } finally {
-    rmSync(building, { recursive: true, force: true });
-  }
-}
-
-/** What starts that were killed have left. */
-function removeAbandoned(parent: string): void {
-  if (!existsSync(parent)) return;
-  for (const name of readdirSync(parent)) {
-    const pid = Number(/\.building-(\d+)$/.exec(name)?.[1]);
-    if (Number.isInteger(pid) && !isAlive(pid)) rmSync(join(parent, name), { recursive: true, force: true });
-  }
-}
-
-function isAlive(pid: number): boolean {
-  try {
-    process.kill(pid, 0);
-    return true;
-  } catch (error) {
-    return (error as NodeJS.ErrnoException).code !== 'ESRCH';
-  }
-}
-
-/** Each line of output goes to `say`. Rejects with the last lines of stderr. The child ends when this process does. */
-function run(command: readonly string[], say: (line: string) => void): Promise<void> {
-  const [program = '', ...args] = command;
-  const settings = {
-    OMP_NUM_THREADS: '1',
-    TOKENIZERS_PARALLELISM: 'false',
-    HF_HUB_OFFLINE: '1',
-    PYTHONUNBUFFERED: '1',
   };
-  const child = spawn(program, args, { env: { ...process.env, ...settings }, stdio: ['pipe', 'pipe', 'pipe'] });
-  const errors: string[] = [];
-  createInterface({ input: child.stdout }).on('line', say);
-  createInterface({ input: child.stderr }).on('line', (line) => errors.push(line));
-  return new Promise((done, fail) => {
-    child.on('error', (error) => fail(new Error(`Cannot run ${program}: ${error.message}`)));
-    child.on('close', (code, signal) => {
-      if (code === 0) done();
-      else fail(new Error(`The warm start failed (${signal ?? `exit ${code}`}):\n${errors.slice(-20).join('\n')}`));
-    });
-  });
+  await makeModel({ directory, command, fill, announce, name: 'The warm start' }, say);
 }
 
 // ---- The recipe ----

@@ -114,8 +114,9 @@ describe('a run', () => {
   test(
     'trains, evaluates before and after, saves, and reports what every step did',
     async () => {
-      const it = run('plain', '--train.num_steps', '20', '--eval.steps', '10');
+      const it = run('plain', '--train.num_steps', '20', '--eval.steps', '10', '--eval.show_samples', '2');
       expect(await it.exit, it.out).toBe(0);
+      expect(it.out.match(/^ {2}.* -> .* {3}\(reward [\d.]+(, length)?\)$/gm)).toHaveLength(2 * 3);
       const { steps, evals } = metrics('plain');
       expect(steps.map((l) => l.step)).toEqual(Array.from({ length: 20 }, (_, i) => i + 1));
       expect(evals.map((l) => [l.step, l.policy_version])).toEqual([

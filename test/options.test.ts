@@ -29,7 +29,7 @@ interface Ran {
   readonly files: readonly string[]; // in the run directory
   readonly order: string; // the prompts given out
 }
-type Seen = 'exit' | 'numbers' | 'files' | 'order';
+type Seen = 'exit' | 'numbers' | 'files' | 'order' | 'printed';
 
 let runs = 0;
 async function run(
@@ -229,6 +229,7 @@ const EFFECTS: Record<OptionName, Effect> = {
   'eval.n_samples_per_prompt': { to: ['2'], also: EVALUATED, seen: 'numbers' },
   'eval.temperature': { to: ['0.2'], also: EVALUATED, seen: 'numbers' },
   'eval.greedy': { to: ['false'], also: EVALUATED, seen: 'numbers' },
+  'eval.show_samples': { to: ['2'], also: EVALUATED, seen: 'printed' },
   'engine.kind': { refused: ['vllm'] },
   'engine.num_engines': { to: ['2'], also: SHORT, seen: 'files' },
   'engine.max_requests': 'own test',

@@ -145,6 +145,25 @@ def test_layout_covers_every_element_once(models):
 # ---- Damage ----
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_only_tensors_that_are_taken_apart_are_numbered_element_by_element(models, kind, monkeypatch):
+    numbered = []
+
+    def counting(count: int, *args, **kwargs):
+        numbered.append(count)
+        return arange(count, *args, **kwargs)
+
+    arange = torch.arange
+    monkeypatch.setattr(torch, "arange", counting)
+    model = AutoModelForCausalLM.from_pretrained(models[kind])
+    numbered.clear()
+    layout = hub_layout(model)
+    apart = {n: p for n, p in layout.items() if len(p) > 1}
+    assert bool(apart) == (kind == "moe")
+    sizes = {model.state_dict()[name].numel() for name in apart}
+    assert set(numbered) <= sizes
+
+
 def test_one_flipped_bit_is_refused_by_tensor_name_and_nothing_is_copied(segment):
     path, table = segment
     for entry in (table[0], table[len(table) // 2], table[-1]):

@@ -98,6 +98,11 @@ def layer_prefix(name: str) -> str:
 
 
 def find_pieces(model, name: str, shape: tuple[int, ...]) -> list[Piece]:
+    blank = torch.empty(shape, device="meta")
+    out = revert_weight_conversion(model, {name: blank})
+    if len(out) == 1 and next(iter(out.values())) is blank:  # no more than another name
+        return [Piece(next(iter(out)), shape, blank.stride(), 0)]
+    # Eight bytes per element, so only for what is taken apart.
     numbers = torch.arange(torch.Size(shape).numel()).view(shape)
     pieces = []
     for hub_name, part in revert_weight_conversion(model, {name: numbers}).items():
