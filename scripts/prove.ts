@@ -2,6 +2,7 @@
  * The heavy evidence, one line of result each:   npm run prove [NAME] [-- ARGUMENTS]
  *
  *   seeds [FROM TO]   the quickstart with --train.seed FROM..TO (1..10): held-out reward before and after
+ *   readme            the longer commands of README.md, as written
  *   ranks             the quickstart with two trainer ranks: it learns as well, the first step is the same
  *
  * Each proof ends with `prove NAME: ...` and the program exits non-zero when one fails. Too slow for `npm test`.
@@ -10,6 +11,7 @@ import { spawn } from 'node:child_process';
 import { mkdtempSync, readFileSync, rmSync } from 'node:fs';
 import { tmpdir } from 'node:os';
 import { join } from 'node:path';
+import { readBlocks, runBlock, workingCopy } from './readme_blocks.ts';
 
 const HELD_OUT_BEFORE = 0.5; // at most, sampled
 const HELD_OUT_AFTER = 0.9; // at least, sampled
@@ -25,7 +27,7 @@ interface Outcome {
   readonly seconds: number; // of the steps, evaluations between them included
 }
 
-const PROOFS: Readonly<Record<string, (args: readonly string[]) => Promise<boolean>>> = { seeds, ranks };
+const PROOFS: Readonly<Record<string, (args: readonly string[]) => Promise<boolean>>> = { seeds, ranks, readme };
 
 async function seeds(args: readonly string[]): Promise<boolean> {
   const [from = 1, to = 10] = args.map(Number);
@@ -66,6 +68,23 @@ async function ranks(): Promise<boolean> {
     `prove ranks: first step differs by ${loss.toExponential(1)} (loss) and ${norm.toExponential(1)} (grad norm), relative; two ranks reach ${last.toFixed(3)} held-out`,
   );
   return loss <= SAME_STEP && norm <= SAME_STEP && last >= HELD_OUT_AFTER;
+}
+
+async function readme(): Promise<boolean> {
+  const copy = workingCopy();
+  let good = 0;
+  const blocks = readBlocks(readFileSync('README.md', 'utf8')).filter(({ mark }) => mark === 'prove');
+  try {
+    for (const { text, line } of blocks) {
+      const { code, output } = await runBlock(text, copy.dir);
+      if (code === 0) good++;
+      else console.log(`README.md, line ${line}, exited with ${code}:\n${output}`);
+    }
+  } finally {
+    copy.remove();
+  }
+  console.log(`prove readme: ${good} of ${blocks.length} blocks run as written`);
+  return good === blocks.length && blocks.length > 0;
 }
 
 /** Run the quickstart to its end and read what it reported. Throws with its output when it fails. */
