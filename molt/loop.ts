@@ -48,7 +48,7 @@ import { Ledger } from './ledger.ts';
 import { formatStep, MetricsWriter, Progress } from './metrics.ts';
 import { placeOf } from './modules.ts';
 import { planBatch } from './packing.ts';
-import { checkModel, checkSurroundings, type Finding, findingsTable } from './preflight.ts';
+import { checkModel, checkPromptFiles, checkSurroundings, type Finding, findingsTable } from './preflight.ts';
 import type { Refit } from './refit.ts';
 import { closeRunDir, discardRunDir, openRunDir } from './run_dir.ts';
 import type { Split } from './sources.ts';
@@ -137,7 +137,10 @@ async function prepare(argv: readonly string[], findings: Finding[]): Promise<Pr
   say(formatConfig(config));
   const begun = performance.now();
   // A recipe's `prepare` may make the model; without one the model can be looked at together with the rest.
-  let stage = [...(await checkSurroundings(options)), ...(recipe.prepare ? [] : checkModel(options))];
+  let stage = [
+    ...(await checkSurroundings(options)),
+    ...(recipe.prepare ? checkPromptFiles(options) : checkModel(options)),
+  ];
   if (recipe.prepare) {
     report(stage, findings);
     stage = [];

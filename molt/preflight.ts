@@ -38,7 +38,7 @@ import { availableParallelism, freemem, totalmem } from 'node:os';
 import { dirname, join, resolve } from 'node:path';
 import { fileURLToPath } from 'node:url';
 import { loadAgent } from './agent.ts';
-import type { Options } from './config.ts';
+import { type Options, splitSources } from './config.ts';
 import { pythonCommand } from './launch.ts';
 import { oneLine } from './modules.ts';
 
@@ -268,6 +268,17 @@ async function checkAgent(options: Options): Promise<Finding> {
   } catch (error) {
     return problem('agent', `--train.agent_path: ${(error as Error).message}`);
   }
+}
+
+// ---- Prompts ----
+
+/** Sources that are not there, found before a long `prepare`; reading them comes after it. */
+export function checkPromptFiles(options: Options): Finding[] {
+  return (['data.prompt_dataset', 'eval.dataset'] as const).flatMap((name) =>
+    splitSources(options[name])
+      .filter(({ path }) => !existsSync(path))
+      .map(({ path }) => problem('prompts', `--${name} ${path}: no such file`)),
+  );
 }
 
 // ---- Cores, memory, disk ----

@@ -323,6 +323,11 @@ describe('a recipe', () => {
       /^Recipe .*: prepare failed: no network$/,
     ),
     recipe(
+      'whose prompts are missing, before a prepare that takes long',
+      `export default { options: { ${SIMULATED}, 'data.prompt_dataset': 'nowhere.jsonl' }, prepare() { console.log('long work'); } };\n${AGENT}\n${PROMPTS}`,
+      /^--data\.prompt_dataset nowhere\.jsonl: no such file$/,
+    ),
+    recipe(
       'without agent and prompts',
       `import { defineRecipe } from '${CONFIG}';\nexport default defineRecipe({ options: { ${SIMULATED} } });`,
       /^--train\.agent_path '' .*: required, because the recipe does not export `agent`$/,
