@@ -4,19 +4,25 @@
  *   seeds [FROM TO]   the quickstart with --train.seed FROM..TO (1..10): held-out reward before and after
  *   readme            the longer commands of README.md, as written
  *   ranks             the quickstart with two trainer ranks: it learns as well, the first step is the same
+ *   smollm2           three steps of the recipe on a pretrained model: time, memory, mismatch
  *
  * Each proof ends with `prove NAME: ...` and the program exits non-zero when one fails. Too slow for `npm test`.
  */
 import { spawn } from 'node:child_process';
-import { mkdtempSync, readFileSync, rmSync } from 'node:fs';
+import { existsSync, mkdtempSync, readdirSync, readFileSync, rmSync } from 'node:fs';
 import { tmpdir } from 'node:os';
 import { join } from 'node:path';
 import { readBlocks, runBlock, workingCopy } from './readme_blocks.ts';
 
+const [QUICKSTART, SMOLLM2] = ['scripts/quickstart.ts', 'scripts/smollm2.ts'];
 const HELD_OUT_BEFORE = 0.5; // at most, sampled
 const HELD_OUT_AFTER = 0.9; // at least, sampled
 const MISMATCH_MAX = 1e-4;
 const SAME_STEP = 1e-5; // relative, between one rank and two
+const SMOLLM2_MINUTES = 10; // three steps, the model made before
+const SMOLLM2_GB = 8; // all processes together
+const SMOLLM2_MISMATCH_MEAN = 1e-3;
+const SAMPLE_MS = 500; // between two looks at the memory
 
 interface Line {
   readonly [metric: string]: number | null | undefined;
@@ -24,10 +30,17 @@ interface Line {
 interface Outcome {
   readonly steps: readonly Line[];
   readonly evals: readonly Line[];
-  readonly seconds: number; // of the steps, evaluations between them included
+  readonly seconds: number; // of the steps
+  readonly wholeSeconds: number; // from start to exit
+  readonly peakBytes: number; // memory of all processes together; 0 where /proc does not tell
 }
 
-const PROOFS: Readonly<Record<string, (args: readonly string[]) => Promise<boolean>>> = { seeds, ranks, readme };
+const PROOFS: Readonly<Record<string, (args: readonly string[]) => Promise<boolean>>> = {
+  seeds,
+  ranks,
+  smollm2,
+  readme,
+};
 
 async function seeds(args: readonly string[]): Promise<boolean> {
   const [from = 1, to = 10] = args.map(Number);
@@ -37,7 +50,7 @@ async function seeds(args: readonly string[]): Promise<boolean> {
     '| seed | held-out before | greedy before | held-out after | greedy after | mismatch max | RL s |\n|---|---|---|---|---|---|---|',
   );
   for (let seed = from; seed <= to; seed++) {
-    const { steps, evals, seconds } = await quickstart(['--train.seed', String(seed)]);
+    const { steps, evals, seconds } = await run(QUICKSTART, ['--train.seed', String(seed)]);
     const [before, after] = [evals[0], evals.at(-1)];
     const mismatch = Math.max(...steps.map((line) => line.logprob_mismatch_max ?? Number.NaN));
     const [first, last] = [before?.eval_reward_mean ?? 1, after?.eval_reward_mean ?? 0];
@@ -57,8 +70,8 @@ async function seeds(args: readonly string[]): Promise<boolean> {
 }
 
 async function ranks(): Promise<boolean> {
-  const one = await quickstart(['--train.num_steps', '1', '--eval.dataset', 'none']);
-  const two = await quickstart(['--trainer.num_ranks', '2']);
+  const one = await run(QUICKSTART, ['--train.num_steps', '1', '--eval.dataset', 'none']);
+  const two = await run(QUICKSTART, ['--trainer.num_ranks', '2']);
   const gap = (metric: string) => {
     const [a, b] = [one.steps[0]?.[metric] ?? Number.NaN, two.steps[0]?.[metric] ?? Number.NaN];
     return Math.abs(a - b) / Math.abs(a);
@@ -87,33 +100,69 @@ async function readme(): Promise<boolean> {
   return good === blocks.length && blocks.length > 0;
 }
 
-/** Run the quickstart to its end and read what it reported. Throws with its output when it fails. */
-async function quickstart(args: readonly string[]): Promise<Outcome> {
+async function smollm2(args: readonly string[]): Promise<boolean> {
+  const shortest = ['--train.num_steps', '1', '--train.batch_size', '1', '--eval.max_samples', '1'];
+  await run(SMOLLM2, [...shortest, '--ckpt.disable_final_save']); // makes the model where there is none
+  const { steps, wholeSeconds, peakBytes } = await run(SMOLLM2, ['--train.num_steps', '3', ...args]);
+  const mean = Math.max(...steps.map((line) => line.logprob_mismatch_mean ?? Number.NaN));
+  const [minutes, gigabytes] = [wholeSeconds / 60, peakBytes / 1e9];
+  console.log(
+    `prove smollm2: 3 steps in ${minutes.toFixed(1)} min (at most ${SMOLLM2_MINUTES}), ${gigabytes.toFixed(1)} GB (${SMOLLM2_GB}), mismatch mean ${mean.toExponential(1)} (${SMOLLM2_MISMATCH_MEAN})`,
+  );
+  return minutes <= SMOLLM2_MINUTES && gigabytes <= SMOLLM2_GB && mean <= SMOLLM2_MISMATCH_MEAN;
+}
+
+/** Run a recipe to its end and read what it reported. Throws with its output when it fails. */
+async function run(recipe: string, args: readonly string[]): Promise<Outcome> {
   const dir = mkdtempSync(join(tmpdir(), 'molt-prove-'));
   try {
     const runDir = join(dir, 'run');
-    const child = spawn(process.execPath, [
-      '--import',
-      'tsx',
-      'molt/loop.ts',
-      'scripts/quickstart.ts',
-      '--run.dir',
-      runDir,
-      ...args,
-    ]);
+    const started = performance.now();
+    const child = spawn(process.execPath, ['--import', 'tsx', 'molt/loop.ts', recipe, '--run.dir', runDir, ...args]);
+    let peakBytes = 0;
+    const look = setInterval(() => {
+      peakBytes = Math.max(peakBytes, memoryOf(child.pid as number));
+    }, SAMPLE_MS);
     let out = '';
     for (const stream of [child.stdout, child.stderr]) stream.on('data', (data: Buffer) => (out += data.toString()));
     const code = await new Promise<number | null>((resolve) => child.on('exit', resolve));
-    if (code !== 0) throw new Error(`The quickstart exited with ${code}:\n${out}`);
+    clearInterval(look);
+    if (code !== 0) throw new Error(`${recipe} exited with ${code}:\n${out}`);
     const lines = readFileSync(join(runDir, 'metrics.jsonl'), 'utf8')
       .trim()
       .split('\n')
       .map((line) => JSON.parse(line) as Line);
     const steps = lines.filter((line) => line.eval_reward_mean === undefined);
     const seconds = steps.reduce((sum, line) => sum + (line.time_step_s ?? 0), 0);
-    return { steps, evals: lines.filter((line) => line.eval_reward_mean !== undefined), seconds };
+    const evals = lines.filter((line) => line.eval_reward_mean !== undefined);
+    return { steps, evals, seconds, wholeSeconds: (performance.now() - started) / 1000, peakBytes };
   } finally {
     rmSync(dir, { recursive: true, force: true });
+  }
+}
+
+/** Bytes in memory of a process and its descendants; a page that several share is counted once (PSS of Linux). */
+function memoryOf(root: number): number {
+  const children = new Map<number, number[]>();
+  for (const name of existsSync('/proc') ? readdirSync('/proc') : []) {
+    const stat = /^\d+$/.test(name) ? readProc(`${name}/stat`) : '';
+    const parent = Number(stat.slice(stat.lastIndexOf(')') + 2).split(' ')[1]);
+    children.set(parent, [...(children.get(parent) ?? []), Number(name)]);
+  }
+  const pids = [root];
+  for (const pid of pids) pids.push(...(children.get(pid) ?? [])); // grows while it is walked
+  return pids.reduce(
+    (sum, pid) => sum + 1024 * Number(/^Pss:\s+(\d+)/m.exec(readProc(`${pid}/smaps_rollup`))?.[1] ?? 0),
+    0,
+  );
+}
+
+/** Empty when the process has ended. */
+function readProc(path: string): string {
+  try {
+    return readFileSync(`/proc/${path}`, 'utf8');
+  } catch {
+    return '';
   }
 }
 
@@ -121,11 +170,11 @@ const [name, ...args] = process.argv.slice(2);
 const chosen = name === undefined ? Object.keys(PROOFS) : [name];
 let failed = 0;
 for (const proof of chosen) {
-  const run = PROOFS[proof];
-  if (!run) {
+  const prove = PROOFS[proof];
+  if (!prove) {
     console.error(`No proof is called "${proof}": there are ${Object.keys(PROOFS).join(', ')}`);
     process.exit(2);
   }
-  if (!(await run(args))) failed++;
+  if (!(await prove(args))) failed++;
 }
 process.exit(failed > 0 ? 1 : 0);
