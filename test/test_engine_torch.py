@@ -395,6 +395,31 @@ def test_a_group_shares_one_prefill_of_its_prompt(dense):
     assert worst(reference(dense.path), *turns) <= TOLERANCE
 
 
+def test_members_that_said_the_same_share_the_prefill_of_their_next_turn(dense):
+    rng = random.Random(8)
+    prompt, more, other = some_ids(rng, 30), some_ids(rng, 9), some_ids(rng, 9)
+    first = [dense.start(prompt, session=f"m{i}", seed=1 + (i == 3), max_tokens=6) for i in range(4)]
+    dense.run()
+    before = dense.engine.stats["prefill_tokens"]
+    adds = [more, more, more, other]
+    second = [
+        dense.start(turn.prompt + turn.ids + add, session=f"m{i}", seed=i)
+        for i, (turn, add) in enumerate(zip(first, adds, strict=True))
+    ]
+    dense.run()
+    # 10 tokens for the first and for the one that said something else; the others copy 9 and run the last.
+    assert dense.engine.stats["prefill_tokens"] == before + 20
+    assert [turn.cached for turn in second] == [35, 44, 44, 35]
+    assert worst(reference(dense.path), *first, *second) <= TOLERANCE
+
+
+def test_too_little_to_share_is_not_waited_for(dense):
+    prompt = ids_of("a prompt of its own")
+    turns = [dense.start(prompt[:12], session=f"w{i}", seed=i) for i in range(2)]
+    dense.step()
+    assert [len(turn.ids) for turn in turns] == [1, 1]
+
+
 def test_a_fork_of_a_conversation_copies_and_leaves_the_original_whole(dense):
     rng = random.Random(6)
     trunk = dense.generate(some_ids(rng, 50), session="a", max_tokens=20)

@@ -55,12 +55,12 @@ class SlotCache:
                 new[: old.shape[0], :, : old.shape[2]] = old
                 tensors[layer] = new
 
-    def copy_prefix(self, to: list[int], source: list[int], length: int) -> None:
-        """The first `length` positions of source[i] into to[i]; no slot is on both sides."""
+    def copy(self, to: list[int], source: list[int], start: int, end: int) -> None:
+        """Positions start..end of source[i] into to[i], whose own are not read."""
         device = self.keys[0].device
         rows, origin = torch.tensor(to, device=device), torch.tensor(source, device=device)
         for tensor in (*self.keys, *self.values):
-            tensor[rows, :, :length] = tensor[origin, :, :length]
+            tensor[rows, :, start:end] = tensor[origin, :, start:end]
 
     def wipe(self, slots: list[int]) -> None:
         """

@@ -19,8 +19,9 @@ Invariants
   5. Loading is all or nothing: a mismatch is fatal before the first byte is copied.
 
 Prefix reuse compares ids, over all slots: in place where nothing another conversation needs is lost, else by
-copying. A session id only breaks ties. A request whose prefix another one is just computing waits for it (a
-group of rollouts costs one prefill), and re-prefill after a refit shares in the same way. With bf16 the
+copying. A session id only breaks ties. A request whose prefix another one is just computing waits for it: a
+group of rollouts costs one prefill, of the prompt and of every later turn in which it said the same, and
+re-prefill after a refit shares in the same way. With bf16 the
 decoder layers compute in bf16; embedding, routers, last norm and lm_head stay fp32, as in model.py.
 Single-threaded, no socket, no waiting: engine_torch.py drives it. Elsewhere called scheduler, LLM engine.
 """
@@ -41,7 +42,7 @@ from slot_attention import ATTENTION, Chunk, Plan, SlotCache, on_device, plan_st
 from text_stream import TextStream
 from weights import WeightsError, hub_layout, load_into, verify_segment
 
-MIN_WAIT = 16  # tokens of prefill saved that are worth one step of waiting for another request's prefix
+MIN_WAIT = 16  # tokens of prefill saved, by all that wait, that are worth one step of waiting
 RETRY_AFTER_MS = 50
 SCORE_LOGITS = 2**24  # fp32 logits that exist at a time while scoring
 SEED_MASK = 2**64 - 1
@@ -145,13 +146,14 @@ class Engine:
 
         self.handle = zeros()  # of the request in the slot; 0 = idle
         self.session = np.full(n, None, dtype=object)
+        self.slot_of: dict[str, int] = {}  # by session, of the texts in `session`
         self.ids = np.zeros((n, max_len), dtype=np.int32)
         self.known = zeros()  # tokens of text
         self.done = zeros()  # of them, tokens with keys and values
         self.made = zeros()  # tokens sampled by this request
         self.limit = zeros()  # max_tokens
         self.cached = zeros()  # prompt tokens that did not run
-        self.fresh = zeros(bool)  # no prefix was looked for yet
+        self.fresh = zeros(bool)  # no prefix was looked for yet, beyond what the slot itself held
         self.stale = zeros(bool)  # some keys were made by older weights
         self.used = zeros()  # clock of the last use
         self.first = zeros()  # index within the turn of the first token made here: `already`
@@ -201,10 +203,10 @@ class Engine:
         self.handle[slot] = handle
         self.ids[slot, : len(prompt)] = prompt
         self.known[slot] = len(prompt)
-        self.fresh[slot] = self.done[slot] == 0
+        self.fresh[slot] = True
         self.cached[slot] = self.done[slot]
         self.made[slot] = 0
-        self.session[slot] = fields["session_id"]
+        self._name(slot, fields["session_id"])
         self._set_sampling(slot, sampling, fields["already"])
         if stream:
             self.streams[slot] = stream
@@ -212,6 +214,13 @@ class Engine:
             self.wants_text.add(slot)
         self._publish()
         return handle
+
+    def _name(self, slot: int, session: str) -> None:
+        before = self.session[slot]
+        if self.slot_of.get(before) == slot:
+            del self.slot_of[before]
+        self.session[slot] = session
+        self.slot_of[session] = slot
 
     def _check(self, fields: dict[str, Any], prompt: np.ndarray) -> None:
         s, n = fields["sampling"], len(prompt)
@@ -294,13 +303,14 @@ class Engine:
 
     # ---- Prefixes ----
 
-    def _common(self, text: np.ndarray) -> np.ndarray:
-        """(slots,) how many leading ids each slot's text has in common with this one."""
+    def _common(self, text: np.ndarray, beyond: int = 0) -> np.ndarray:
+        """(slots,) how many leading ids each slot's text has in common with this one; 0 where <= `beyond`."""
         n = len(text)
         common = np.zeros(len(self.known), dtype=np.int64)
-        if n == 0:
+        if n <= beyond:
             return common
-        near = np.flatnonzero((self.known > 0) & (self.ids[:, 0] == text[0]))
+        # One id apart rules most of them out.
+        near = np.flatnonzero((self.known > beyond) & (self.ids[:, beyond] == text[beyond]))
         if near.size:
             differs = self.ids[near, :n] != text
             first = np.where(differs.any(1), differs.argmax(1), n)
@@ -309,6 +319,11 @@ class Engine:
 
     def _choose_slot(self, prompt: np.ndarray, session: str) -> int:
         """An idle slot, cut to the prefix that it shares with the prompt."""
+        own = self.slot_of.get(session)
+        if own is not None and self.handle[own] == 0 and not self.stale[own]:
+            n = int(self.done[own])
+            if 0 < n < len(prompt) and np.array_equal(self.ids[own, :n], prompt[:n]):
+                return own  # the next turn of a conversation: all of its text goes on
         idle = self.handle == 0
         common = np.where(self.stale, 0, np.minimum(self._common(prompt[:-1]), self.done))
         mine = self.session == session
@@ -324,18 +339,18 @@ class Engine:
         self.done[slot] = 0
         return slot
 
-    def _find_prefix(self, slot: int, done: np.ndarray, planned: np.ndarray) -> tuple[int, int] | None:
+    def _find_prefix(self, slot: int, done: np.ndarray, planned: np.ndarray) -> tuple[int, int, int]:
         """
-        (source, length) of the longest prefix to copy, length 0 for none; None when it is worth waiting for
-        the requests `planned` in this step. `done` is what existed before the step.
+        (source, length) of the longest prefix there is, the slot's own counted, and the length that there
+        will be after this step, which computes those of `planned`. `done` is what existed before the step.
         """
-        common = self._common(self.ids[slot, : self.known[slot] - 1])
-        common[slot] = 0
+        own = int(self.done[slot])
+        common = self._common(self.ids[slot, : self.known[slot] - 1], own)
         common[self.stale] = 0
+        common[slot] = own
         have = np.minimum(common, done)
-        source = int(have.argmax())
-        soon = common[planned].max(initial=0)
-        return None if soon >= have[source] + MIN_WAIT else (source, int(have[source]))
+        source = int(have.argmax()) if have.max() > own else slot
+        return source, int(have[source]), max(int(have[source]), int(common[planned].max(initial=0)))
 
     # ---- A step ----
 
@@ -380,33 +395,50 @@ class Engine:
 
     def _choose_chunks(self, slots: np.ndarray) -> list[tuple[int, int, int]]:
         """Pieces of prompts within the budget, oldest request first; prefixes are found and copied here."""
-        chunks, copies = [], {}
+        chunks: list[tuple[int, int, int]] = []
+        copies: dict[tuple[int, int], list[tuple[int, int]]] = {}  # (from, to) -> pairs (slot, source)
+        waiting: list[tuple[int, int, int]] = []  # slot, source, length: may wait for a longer one
         done, planned = self.done.copy(), np.zeros(len(self.done), dtype=bool)
-        budget = self.prefill_tokens
+        budget, saved = self.prefill_tokens, 0
         for slot in slots[np.argsort(self.handle[slots])].tolist():
             if budget <= 0:
                 break
             if self.fresh[slot]:
-                found = self._find_prefix(slot, done, planned)
-                if found is None:
+                source, length, soon = self._find_prefix(slot, done, planned)
+                if soon > length:
+                    waiting.append((slot, source, length))
+                    saved += soon - length
                     continue
-                source, length = found
-                self.fresh[slot] = False
-                self.done[slot] = length
-                if self.made[slot] == 0:
-                    self.cached[slot] = length
-                if length:
-                    copies.setdefault(length, []).append((slot, source))
-            count = min(int(self.known[slot] - self.done[slot]), budget)
-            if self.known[slot] - self.done[slot] > 1:
-                chunks.append((slot, int(self.done[slot]), int(self.done[slot]) + count))
-                planned[slot] = True
-                budget -= count
-        for length, pairs in copies.items():
+                self._take_prefix(slot, source, length, copies)
+            budget -= self._plan_chunk(slot, budget, chunks)
+            planned[slot] = True
+        for slot, source, length in waiting if saved < MIN_WAIT else ():
+            self._take_prefix(slot, source, length, copies)
+            budget -= self._plan_chunk(slot, max(1, budget), chunks)
+        for (start, end), pairs in copies.items():
             to, source = zip(*pairs, strict=True)
-            self.cache.ensure(max(to) + 1, length, self.max_requests, self.max_len)
-            self.cache.copy_prefix(list(to), list(source), length)
+            self.cache.ensure(max(to) + 1, end, self.max_requests, self.max_len)
+            self.cache.copy(list(to), list(source), start, end)
         return chunks
+
+    def _take_prefix(
+        self, slot: int, source: int, length: int, copies: dict[tuple[int, int], list[tuple[int, int]]]
+    ) -> None:
+        if source != slot:
+            copies.setdefault((int(self.done[slot]), length), []).append((slot, source))
+        self.fresh[slot] = False
+        self.done[slot] = length
+        if self.made[slot] == 0:
+            self.cached[slot] = length
+
+    def _plan_chunk(self, slot: int, budget: int, chunks: list[tuple[int, int, int]]) -> int:
+        """Tokens of it; none where only the last one is missing, which is a decoding row."""
+        start, missing = int(self.done[slot]), int(self.known[slot] - self.done[slot])
+        if missing == 1:
+            return 0
+        count = min(missing, budget)
+        chunks.append((slot, start, start + count))
+        return count
 
     def _append_chunks(self, line: Line, chunks: list[tuple[int, int, int]]) -> None:
         at = len(line.ids)
