@@ -24,7 +24,7 @@ import { tmpdir } from 'node:os';
 import { join } from 'node:path';
 import { monitorEventLoopDelay } from 'node:perf_hooks';
 import { fileURLToPath } from 'node:url';
-import { Buffer, isTrainable } from './buffer.ts';
+import { Buffer } from './buffer.ts';
 import { Bus } from './bus.ts';
 import { type Checkpoint, newestCheckpoint, saveCheckpoint } from './checkpoint.ts';
 import type { Config, Options } from './config.ts';
@@ -40,28 +40,29 @@ import {
   sharedInputs,
 } from './data.ts';
 import type { Job } from './dispatch.ts';
-import { credit, standardDeviation } from './estimators.ts';
+import { credit } from './estimators.ts';
 import { constantBest, type Evaluation, evaluate, formatSample, turnIds } from './evaluate.ts';
-import type { Generator } from './generator.ts';
+import { checkParity, FailureWindow, Health, MISMATCH_BOUND } from './health.ts';
 import { Launcher, type Worker } from './launch.ts';
 import { Ledger } from './ledger.ts';
 import { formatStep, MetricsWriter, Progress } from './metrics.ts';
-import { placeOf } from './modules.ts';
 import { planBatch } from './packing.ts';
 import { checkModel, checkPromptFiles, checkSurroundings, type Finding, findingsTable } from './preflight.ts';
-import type { Refit } from './refit.ts';
+import {
+  batchMetrics,
+  generatorMetrics,
+  PromptLog,
+  recordRollout,
+  stepMetrics,
+  sum,
+  withMismatchOf,
+} from './report.ts';
 import { closeRunDir, discardRunDir, openRunDir } from './run_dir.ts';
 import type { Split } from './sources.ts';
 import { flatRows, learningRate, type StepResult } from './trainer.ts';
 import { type Group, invariant, type Prompt, type Rollout, type Sampling } from './types.ts';
 import { openWorkers, type Workers } from './workers.ts';
 
-/** Parity bounds (DESIGN, invariant 3.4): mean |dlogp| of a step or of the probes at the start. */
-const MISMATCH_BOUND = { float32: 1e-3, bfloat16: 0.1 } as const;
-const MISMATCH_STEPS = 3; // above the bound this often running = stop
-const FAILURE_WINDOW = 64; // rollouts over which the failure rate is taken
-const SKIPPED_STEPS = 3; // non-finite steps running = stop
-const FLAT_STEPS = 3; // steps running in which every advantage was 0 = a warning
 const RELAYED_MS = 500; // a signal this soon after the first is the same Ctrl-C
 const STOP_GRACE_MS = 10_000;
 const PROBE_IDS = 48;
@@ -384,7 +385,7 @@ async function train(args: Context): Promise<void> {
     resumedAt: from?.state.step ?? 0,
   });
   const maxPromptLen = options['data.max_prompt_len'];
-  const promptLog = new PromptLog({ ledger, maxPromptLen, progress });
+  const promptLog = new PromptLog({ ledger, maxPromptLen, progress, say });
   let measured = 0;
   const filter = (split: Split): Filter => ({
     limit: maxPromptLen,
@@ -408,7 +409,8 @@ async function train(args: Context): Promise<void> {
     await orFatal(refit.resumeAt(from.state.version));
     say(`Resumed at step ${step}, policy version ${refit.version}, from ${from.path}`);
   }
-  await checkParity(refit, workers.dtype, options['rollout.mismatch_stop'] === 'on');
+  const mismatchStops = options['rollout.mismatch_stop'] === 'on';
+  say(await checkParity(refit, workers.dtype, mismatchStops));
 
   // Rollouts, for training and for evaluation alike
   const limits = {
@@ -578,7 +580,7 @@ async function train(args: Context): Promise<void> {
     maxTokens: options['train.max_tokens_per_gpu'],
     packed: options['fsdp.packing_samples'],
   };
-  const health = { mismatched: 0, skipped: 0, flat: 0 };
+  const health = new Health({ dtype: workers.dtype, stop: mismatchStops, say });
   generator.takeCounts();
   trainer.takeBusy();
   while (step < numSteps && !stopper.signal) {
@@ -666,7 +668,7 @@ async function train(args: Context): Promise<void> {
     metrics.write(line);
     ledger.record({ kind: 'step', step });
     say(formatStep(line, numSteps));
-    checkHealth(health, line, MISMATCH_BOUND[workers.dtype], options['rollout.mismatch_stop'] === 'on');
+    health.check(line);
 
     if (options['ckpt.save_steps'] > 0 && step % options['ckpt.save_steps'] === 0) await checkpoint();
     if (options['eval.steps'] > 0 && step % options['eval.steps'] === 0 && step < numSteps && !stopper.signal)
@@ -679,229 +681,6 @@ async function train(args: Context): Promise<void> {
   if (promptLog.hasDropped) say(promptLog.summary('train', promptLog.totalRead));
   say(stopper.signal ? `Stopped after step ${step}` : `Done: ${step} steps, policy version ${refit.version}`);
   say(`Run directory ${runDir}`);
-}
-
-// ---- What a step reports ----
-
-/** What the rollouts of a batch were like. Means are over rollouts, so a rollout in many pieces counts once. */
-function batchMetrics(groups: readonly Group[], version: number): Record<string, number> {
-  const rollouts = groups.flatMap((group) => group.rollouts);
-  const rewards = rollouts.map((rollout) => rollout.reward ?? 0);
-  let oldest = version;
-  let responseTokens = 0;
-  for (const { trajectories } of rollouts) {
-    for (const { versions, lossMask } of trajectories) {
-      for (let k = 0; k < versions.length; k++) {
-        if (!lossMask[k]) continue;
-        responseTokens++;
-        oldest = Math.min(oldest, versions[k] as number);
-      }
-    }
-  }
-  const n = rollouts.length;
-  return {
-    groups: groups.length,
-    rollouts: n,
-    reward_mean: sum(rewards) / n,
-    reward_std: standardDeviation(rewards),
-    turns_mean: sum(rollouts.map((r) => r.turns)) / n,
-    response_tokens_mean: responseTokens / n,
-    truncated_ratio: rollouts.filter((r) => r.truncated).length / n,
-    staleness_max: version - oldest,
-    ...infoMeans(rollouts),
-  };
-}
-
-/** Numbers of the environment: the mean over the rollouts that gave one. */
-function infoMeans(rollouts: readonly Rollout[]): Record<string, number> {
-  const values = new Map<string, number[]>();
-  for (const { info } of rollouts) {
-    for (const [key, value] of Object.entries(info)) values.set(key, [...(values.get(key) ?? []), value]);
-  }
-  return Object.fromEntries([...values].map(([key, list]) => [`info_${key}`, sum(list) / list.length]));
-}
-
-/** The trainer's sums over the tokens it was sent become means here, once. */
-function stepMetrics({ sums, maxima }: StepResult): Record<string, number> {
-  const perToken = (key: string) => (sums[key] ?? 0) / (sums.tokens ?? 0);
-  return {
-    loss: sums.loss ?? 0,
-    grad_norm: maxima.grad_norm ?? 0,
-    logprob_mismatch_mean: perToken('mismatch_abs'),
-    logprob_mismatch_max: maxima.mismatch_abs ?? 0,
-    logprob_mismatch_k3: perToken('mismatch_k3'),
-    entropy: perToken('entropy'),
-    clip_ratio: perToken('clipped'),
-    is_filter_ratio: perToken('is_filtered'),
-    skipped: maxima.skipped ?? 0,
-  };
-}
-
-function withMismatchOf(first: StepResult, last: StepResult): StepResult {
-  const only = (values: StepResult['sums']) =>
-    Object.fromEntries(Object.entries(values).filter(([key]) => key.startsWith('mismatch')));
-  return { sums: { ...last.sums, ...only(first.sums) }, maxima: { ...last.maxima, ...only(first.maxima) } };
-}
-
-function generatorMetrics(generator: Generator, stepSeconds: number): Record<string, number> {
-  const counts = generator.takeCounts();
-  return {
-    tokens_generated: counts.tokens,
-    cached_token_ratio: counts.promptTokens > 0 ? counts.cachedTokens / counts.promptTokens : 0,
-    engine_idle_s: Math.max(0, stepSeconds - counts.busy_s),
-  };
-}
-
-function recordRollout(ledger: Ledger, rollout: Rollout): void {
-  const versions = rollout.trajectories.flatMap((t) =>
-    t.spans.filter((s) => s.source === 'policy').map((s) => s.version),
-  );
-  ledger.record({
-    kind: 'finished',
-    rolloutId: rollout.rolloutId,
-    groupId: rollout.groupId,
-    attempt: rollout.attempt,
-    reason: rollout.reason,
-    detail: rollout.detail,
-    reward: rollout.reward,
-    turns: rollout.turns,
-    tokens: rollout.trajectories.reduce((n, t) => n + sum(t.lossMask), 0),
-    versions: versions.length > 0 ? [Math.min(...versions), Math.max(...versions)] : [],
-  });
-}
-
-// ---- Prompts that are left out ----
-
-type PromptDrop = 'prompt_too_long' | 'prompt_unrenderable';
-
-/** What became of the prompts that data.ts passed: counts for the step and for the end; the first of a kind is said at once. */
-class PromptLog {
-  read = 0; // training prompts since the last step, dispatched or left out
-  #readBefore = 0;
-  readonly #args: Pick<Context, 'ledger' | 'progress'> & { readonly maxPromptLen: number };
-  readonly #counts: Record<Split, Map<PromptDrop, number>> = { train: new Map(), heldout: new Map() };
-  #step = new Map<PromptDrop, number>();
-
-  constructor(args: Pick<Context, 'ledger' | 'progress'> & { readonly maxPromptLen: number }) {
-    this.#args = args;
-  }
-
-  dropped(split: Split, { prompt, length }: Parameters<Filter['onDropped']>[0]): void {
-    const { ledger, maxPromptLen, progress } = this.#args;
-    const { source, epoch, index } = prompt;
-    const reason = typeof length === 'number' ? 'prompt_too_long' : 'prompt_unrenderable';
-    ledger.record({ kind: 'prompt_dropped', split, source, epoch, index, reason, detail: length });
-    const counts = this.#counts[split];
-    if (!counts.has(reason)) {
-      const why =
-        typeof length === 'number'
-          ? `it has ${length} tokens, data.max_prompt_len is ${maxPromptLen}`
-          : `the chat template cannot render it: ${length}`;
-      progress.clear();
-      say(`Left out prompt ${index + 1} of ${source}: ${why}; more of them are counted`);
-    }
-    counts.set(reason, (counts.get(reason) ?? 0) + 1);
-    if (split === 'heldout') return;
-    this.read++;
-    this.#step.set(reason, (this.#step.get(reason) ?? 0) + 1);
-  }
-
-  /** Metrics of a step. */
-  takeStep(): Record<string, number> {
-    const counts = Object.fromEntries([...this.#step].map(([reason, count]) => [`dropped_${reason}`, count]));
-    const out = { prompts_read: this.read, ...counts };
-    this.#readBefore += this.read;
-    this.read = 0;
-    this.#step = new Map();
-    return out;
-  }
-
-  get totalRead(): number {
-    return this.#readBefore + this.read;
-  }
-
-  get hasDropped(): boolean {
-    return this.#counts.train.size > 0;
-  }
-
-  summary(split: Split, of: number): string {
-    const { maxPromptLen } = this.#args;
-    const [long, odd] = [
-      this.#counts[split].get('prompt_too_long') ?? 0,
-      this.#counts[split].get('prompt_unrenderable') ?? 0,
-    ];
-    const kind = split === 'train' ? 'training prompts read' : 'held-out prompts';
-    return `Left out ${long + odd} of ${of} ${kind}: ${long} longer than ${maxPromptLen} tokens, ${odd} that the chat template cannot render`;
-  }
-}
-
-// ---- What stops a run ----
-
-/** Stop when too many of the recent rollouts were judged by nobody, with the commonest cause. */
-class FailureWindow {
-  readonly #maxRate: number;
-  readonly #agentPath: string;
-  #recent: { failed: boolean; cause: string }[] = [];
-  constructor(maxRate: number, agentPath: string) {
-    this.#maxRate = maxRate;
-    this.#agentPath = agentPath;
-  }
-  add(rollout: Rollout): void {
-    const failed = !isTrainable(rollout);
-    this.#recent.push({ failed, cause: `${rollout.reason}${rollout.detail ? `: ${rollout.detail}` : ''}` });
-    if (this.#recent.length > FAILURE_WINDOW) this.#recent.shift();
-  }
-  /** Throws when it is so. An agent that never worked is bad input, a ConfigError. */
-  check(hasTrained: boolean): void {
-    const failed = this.#recent.filter((r) => r.failed);
-    if (this.#recent.length < FAILURE_WINDOW || failed.length / this.#recent.length <= this.#maxRate) return;
-    const causes = new Map<string, number>();
-    for (const { cause } of failed) causes.set(cause, (causes.get(cause) ?? 0) + 1);
-    const [cause, times] = [...causes].sort((a, b) => b[1] - a[1])[0] as [string, number];
-    if (!hasTrained && failed.length === this.#recent.length && /^(agent_error|invalid_reward)/.test(cause)) {
-      const place = placeOf({ stack: cause });
-      const line = `none of its first ${failed.length} rollouts ended with a reward: ${cause.split('\n')[0]}`;
-      throw new ConfigError([`--train.agent_path ${this.#agentPath}: ${line}${place && ` (${place})`}`]);
-    }
-    throw new Error(
-      `${failed.length} of the last ${this.#recent.length} rollouts failed, more than rollout.max_failure_rate ${this.#maxRate} allows. Commonest cause (${times} times):\n${cause}`,
-    );
-  }
-}
-
-function checkHealth(
-  health: { mismatched: number; skipped: number; flat: number },
-  line: Readonly<Record<string, number>>,
-  bound: number,
-  stop: boolean,
-): void {
-  const mismatch = line.logprob_mismatch_mean ?? 0;
-  health.mismatched = mismatch <= bound ? 0 : health.mismatched + 1; // NaN counts as above
-  if (stop && health.mismatched >= MISMATCH_STEPS) {
-    throw new Error(
-      `Engine and trainer disagree: mean |dlogp| ${mismatch.toExponential(1)} is above ${bound} on ${MISMATCH_STEPS} steps running (--rollout.mismatch_stop off goes on)`,
-    );
-  }
-  health.flat = line.tokens_credited === 0 ? health.flat + 1 : 0;
-  if (health.flat === FLAT_STEPS)
-    say(
-      `Warning: every advantage was 0 on ${FLAT_STEPS} steps running, so there was nothing to learn from (reward ${line.reward_mean?.toFixed(3)} in every rollout of a group): is the task too hard, too easy, or the reward always the same?`,
-    );
-  health.skipped = line.skipped ? health.skipped + 1 : 0;
-  if (health.skipped >= SKIPPED_STEPS)
-    throw new Error(`Loss or gradient was not finite on ${SKIPPED_STEPS} steps running`);
-}
-
-async function checkParity(refit: Refit, dtype: keyof typeof MISMATCH_BOUND, stop: boolean): Promise<void> {
-  const { mean, max } = await refit.parity();
-  say(
-    `Parity of engine and trainer at version ${refit.version}: mean |dlogp| ${mean.toExponential(1)}, max ${max.toExponential(1)}`,
-  );
-  if (stop && !(mean <= MISMATCH_BOUND[dtype])) {
-    throw new Error(
-      `Engine and trainer do not agree on the model: mean |dlogp| ${mean}, at most ${MISMATCH_BOUND[dtype]} in ${dtype} (--rollout.mismatch_stop off goes on)`,
-    );
-  }
 }
 
 // ---- Small things ----
@@ -954,12 +733,6 @@ function resumable(argv: readonly string[]): string[] {
 function seedOf(...parts: readonly (string | number)[]): number {
   const digest = createHash('sha256').update(parts.join('/')).digest();
   return Number(digest.readBigUInt64LE() >> 11n);
-}
-
-function sum(values: ArrayLike<number>): number {
-  let total = 0;
-  for (let i = 0; i < values.length; i++) total += values[i] as number;
-  return total;
 }
 
 if (process.argv[1] && realpathSync(process.argv[1]) === fileURLToPath(import.meta.url)) {

@@ -361,7 +361,7 @@ describe('prompts', () => {
     async () => {
       const path = prompts('none', [long(300), long(280)]);
       const it = run('none', '--data.prompt_dataset', path, '--eval.dataset', 'none');
-      expect(await it.exit, it.out).toBe(1);
+      expect(await it.exit, it.out).toBe(2);
       expect(it.out).toMatch(
         /--data\.max_prompt_len 244: none of the 2 prompts of --data\.prompt_dataset .* fits; the shortest has \d+ tokens/,
       );
@@ -372,7 +372,7 @@ describe('prompts', () => {
       expect(await unmeasured.exit, unmeasured.out).toBe(0);
       expect(ledger('tight').some((e) => e.kind === 'prompt_dropped')).toBe(false);
       const held = run('none-held', '--eval.dataset', path);
-      expect(await held.exit, held.out).toBe(1);
+      expect(await held.exit, held.out).toBe(2);
       expect(held.out).toContain('none of the 2 prompts of --eval.dataset');
     },
     LIMIT_MS,
@@ -429,7 +429,7 @@ describe('failures', () => {
     async () => {
       const it = run('fails', '--data.prompt_dataset', failing('step_throws'), '--eval.dataset', 'none');
       expect(await it.exit, it.out).toBe(2);
-      expect(it.out).toMatch(/--train\.agent_path .*line \d+: agent_error: Error: the lamp is broken/);
+      expect(it.out).toMatch(/--train\.agent_path .*agent_error: Error: the lamp is broken \(.*agent_cases\.ts:\d+:\d+\)/);
     },
     LIMIT_MS,
   );
