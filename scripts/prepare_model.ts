@@ -81,8 +81,8 @@ function isAlive(pid: number): boolean {
   }
 }
 
-/** Each line of output goes to `say`. Rejects with the last lines of stderr. The child ends when this process does. */
-function run(name: string, command: readonly string[], say: (line: string) => void): Promise<void> {
+/** Each line of output goes to `say`. Rejects with the last lines of stderr. */
+export function run(name: string, command: readonly string[], say: (line: string) => void): Promise<void> {
   const [program = '', ...args] = command;
   const settings = {
     OMP_NUM_THREADS: '1',
