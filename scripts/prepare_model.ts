@@ -97,8 +97,9 @@ export function run(name: string, command: readonly string[], say: (line: string
   return new Promise((done, fail) => {
     child.on('error', (error) => fail(new Error(`Cannot run ${program}: ${error.message}`)));
     child.on('close', (code, signal) => {
+      const words = errors.slice(-20).join('\n');
       if (code === 0) done();
-      else fail(new Error(`${name} failed (${signal ?? `exit ${code}`}):\n${errors.slice(-20).join('\n')}`));
+      else fail(new Error(`${name} failed (${signal ?? `exit ${code}`}):${errors.length > 1 ? '\n' : ' '}${words}`));
     });
   });
 }
