@@ -81,8 +81,8 @@ function isAlive(pid: number): boolean {
   }
 }
 
-/** Each line of output goes to `say`. Rejects with the last lines of stderr. The child ends when this process does. */
-function run(name: string, command: readonly string[], say: (line: string) => void): Promise<void> {
+/** Each line of output goes to `say`. Rejects with the last lines of stderr. */
+export function run(name: string, command: readonly string[], say: (line: string) => void): Promise<void> {
   const [program = '', ...args] = command;
   const settings = {
     OMP_NUM_THREADS: '1',
@@ -97,8 +97,9 @@ function run(name: string, command: readonly string[], say: (line: string) => vo
   return new Promise((done, fail) => {
     child.on('error', (error) => fail(new Error(`Cannot run ${program}: ${error.message}`)));
     child.on('close', (code, signal) => {
+      const words = errors.slice(-20).join('\n');
       if (code === 0) done();
-      else fail(new Error(`${name} failed (${signal ?? `exit ${code}`}):\n${errors.slice(-20).join('\n')}`));
+      else fail(new Error(`${name} failed (${signal ?? `exit ${code}`}):${errors.length > 1 ? '\n' : ' '}${words}`));
     });
   });
 }

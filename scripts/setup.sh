@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
 # Install what molt needs into ./node_modules and ./.venv, and nothing anywhere else.
 #
-#   bash scripts/setup.sh run   run-time packages only
-#   bash scripts/setup.sh dev   also what tests, types and lint need
+#   bash scripts/setup.sh run             run-time packages only
+#   bash scripts/setup.sh dev             also what tests, types and lint need
+#   bash scripts/setup.sh reasoning-gym   Python packages only, with reasoning-gym; the recipe on it runs this
 #
 # Safe to run again: it compares the lock and requirement files with stamps it left, and installs only what changed.
 # MOLT_PYTHON names the interpreter to build .venv from (3.11 or newer); the default is the newest one found.
@@ -14,37 +15,45 @@ say() { printf 'setup: %s\n' "$*"; }
 fail() { printf 'setup: %s\n' "$*" >&2; exit 1; }
 digest() { cat "$@" | cksum | tr ' ' '-'; }
 
-case $mode in run | dev) ;; *) fail "Unknown mode '$mode', expected run or dev" ;; esac
-
-# ---- Node ----
-command -v node >/dev/null || fail "node is missing: install Node.js 20 or newer (https://nodejs.org)"
-command -v npm >/dev/null || fail "npm is missing: it comes with Node.js (https://nodejs.org)"
-node_major=$(node -p 'process.versions.node.split(".")[0]')
-[ "$node_major" -ge 20 ] || fail "node $(node --version) is too old: Node.js 20 or newer is needed"
+case $mode in
+  run | dev | reasoning-gym) ;;
+  *) fail "Unknown mode '$mode', expected run, dev or reasoning-gym" ;;
+esac
 
 free_mb=$(df -Pm . | awk 'NR == 2 { print $4 }')
 need_mb=4000
 [ -d .venv ] && need_mb=500
 [ "$free_mb" -ge "$need_mb" ] || fail "only $free_mb MB are free in $PWD: $need_mb MB are needed"
 
-node_want="$(digest package.json package-lock.json)"
-node_stamp=node_modules/.molt-setup
-node_have=$(cat "$node_stamp" 2>/dev/null || true)
-if [ "$node_have" != "dev $node_want" ] && [ "$node_have" != "$mode $node_want" ]; then
-  say "installing Node packages ($mode) into $PWD/node_modules"
-  omit=$([ "$mode" = run ] && echo --omit=dev || true)
-  log=$(mktemp)
-  # shellcheck disable=SC2086  # empty or one word
-  if ! npm ci $omit --no-audit --no-fund --loglevel=error >"$log" 2>&1; then
-    cat "$log" >&2
+# ---- Node ----
+install_node() {
+  local node_major node_want node_stamp node_have omit log
+  command -v node >/dev/null || fail "node is missing: install Node.js 20 or newer (https://nodejs.org)"
+  command -v npm >/dev/null || fail "npm is missing: it comes with Node.js (https://nodejs.org)"
+  node_major=$(node -p 'process.versions.node.split(".")[0]')
+  [ "$node_major" -ge 20 ] || fail "node $(node --version) is too old: Node.js 20 or newer is needed"
+
+  node_want="$(digest package.json package-lock.json)"
+  node_stamp=node_modules/.molt-setup
+  node_have=$(cat "$node_stamp" 2>/dev/null || true)
+  if [ "$node_have" != "dev $node_want" ] && [ "$node_have" != "$mode $node_want" ]; then
+    say "installing Node packages ($mode) into $PWD/node_modules"
+    omit=$([ "$mode" = run ] && echo --omit=dev || true)
+    log=$(mktemp)
+    # shellcheck disable=SC2086  # empty or one word
+    if ! npm ci $omit --no-audit --no-fund --loglevel=error >"$log" 2>&1; then
+      cat "$log" >&2
+      rm -f "$log"
+      fail "npm ci failed (above): is the network or the npm registry out of reach?"
+    fi
     rm -f "$log"
-    fail "npm ci failed (above): is the network or the npm registry out of reach?"
+    echo "$mode $node_want" >"$node_stamp"
+  else
+    say "Node packages in $PWD/node_modules are up to date"
   fi
-  rm -f "$log"
-  echo "$mode $node_want" >"$node_stamp"
-else
-  say "Node packages in $PWD/node_modules are up to date"
-fi
+}
+# Not under a run that has started: replacing node_modules would pull its code from under it.
+[ "$mode" = reasoning-gym ] || install_node
 
 # ---- Python ----
 python_ok() { "$1" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; }
@@ -94,5 +103,8 @@ install_python() { # stamp name, what to expect, requirement files
 }
 
 install_python run 'about 1.2 GB with CPU wheels, a minute or more' workers/requirements.txt
-[ "$mode" = run ] || install_python dev 'a few seconds' workers/requirements-dev.txt
+case $mode in
+  dev) install_python dev 'a few seconds' workers/requirements-dev.txt ;;
+  reasoning-gym) install_python reasoning-gym 'about 200 MB' scripts/requirements-reasoning-gym.txt ;;
+esac
 say "ready"

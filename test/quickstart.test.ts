@@ -265,7 +265,7 @@ describe('makePolicy', () => {
   test('a failure shows the last words and leaves nothing behind', async () => {
     const fail = program("console.error('no space'); process.exit(7)");
     await expect(makePolicy(join(home, 'other'), fail, say)).rejects.toThrow(
-      'The warm start failed (exit 7):\nno space',
+      'The warm start failed (exit 7): no space',
     );
     await expect(makePolicy(join(home, 'other'), [join(home, 'none')], say)).rejects.toThrow('Cannot run');
     expect(readdirSync(home)).toEqual(['policy']);

@@ -3,8 +3,9 @@ import { describe, expect, test } from 'vitest';
 import type { Task, Turn } from '../molt/agent.ts';
 import { loadConfig } from '../molt/config.ts';
 import { agent, prompts } from '../scripts/smollm2.ts';
+import { agent as needleAgent } from '../scripts/smollm2_reasoning_gym.ts';
 
-const RECIPE = 'scripts/smollm2.ts';
+const RECIPES = ['scripts/smollm2.ts', 'scripts/smollm2_reasoning_gym.ts'];
 const SIMULATED = ['engine', 'trainer', 'tokenizer'].flatMap((kind) => [`--${kind}.kind`, 'simulated']);
 
 function turn(text: string, reason: 'stop' | 'length' = 'stop'): Turn {
@@ -55,6 +56,23 @@ describe('reward', () => {
     expect(rewardOf(turn('{"name": "Rosa", "age": 38, "city": "Dublin"}', 'length'))).toBe(0));
 });
 
+test.each<[string, number, ('stop' | 'length')?]>([
+  ['Ayan', 1],
+  [' Ayan\n', 1],
+  ['Ayan', 0, 'length'],
+  ['ayan', 0],
+  ['Ayan.', 0],
+  ['Ayan bears playing rugby.', 0],
+  ['Tayo', 0],
+  ['', 0],
+])('the needle: %j gets %d', (text, reward, reason) => {
+  const env = new needleAgent();
+  const input = 'Tayo accepts the color red. Ayan bears playing rugby. \nWho bears playing rugby?';
+  const messages = env.reset({ input, label: 'Ayan', tools: null, seed: 1, rolloutId: 'r', index: 0 });
+  expect(messages.at(-1)).toEqual({ role: 'user', content: input });
+  expect(env.step(turn(text, reason))).toEqual({ reward, done: true });
+});
+
 describe('sentences', () => {
   const [train, heldOut] = [prompts({ split: 'train' }), prompts({ split: 'heldout' })];
   const values = (list: typeof train, key: string) =>
@@ -76,19 +94,20 @@ describe('sentences', () => {
   });
 });
 
-describe('recipe', () => {
+describe.each(RECIPES)('recipe %s', (recipePath) => {
   test('its options pass every check, on real and on simulated workers', async () => {
-    const { options } = await loadConfig([RECIPE]);
+    const { options } = await loadConfig([recipePath]);
     expect(options['actor.model_name_or_path']).toMatch(/\.cache\/smollm2\/[0-9a-f]{16}$/);
-    expect((await loadConfig([RECIPE, ...SIMULATED])).options['train.agent_path']).toContain('smollm2.ts');
+    expect((await loadConfig([recipePath, ...SIMULATED])).options['train.agent_path']).toBe(recipePath);
   });
 
   test.each([[SIMULATED], [['--actor.model_name_or_path', 'elsewhere']]])(
     'nothing is downloaded with %j',
     async (args) => {
-      const { recipe, options } = await loadConfig([RECIPE, ...args]);
+      const { recipe, options } = await loadConfig([recipePath, ...args]);
       const lines: string[] = [];
-      await recipe.prepare?.(options, (line) => lines.push(line));
+      const prompts = { 'data.prompt_dataset': 'mine.jsonl', 'eval.dataset': '' };
+      await recipe.prepare?.({ ...options, ...prompts }, (line) => lines.push(line));
       expect(lines).toEqual([]);
     },
   );
