@@ -242,7 +242,7 @@ async function withWorkers(
       console.error(messageOf(error)); // of the disk that stopped the run
     }
     closeRunDir(runDir);
-    if (code === 2 && from === null) discardRunDir(runDir);
+    if (code === 2 && from === null && !process.env.MOLT_DEBUG) discardRunDir(runDir);
   }
   return code;
 }

@@ -12,8 +12,8 @@
  *   3. Nothing is left behind: a directory that a check made to see whether it can be made is removed again.
  * Estimates of memory and disk count what is certain to be needed (weights, gradients, optimizer, one checkpoint), so
  * a run that is refused could not have worked; activations and caches come on top.
- * Called by loop.ts. Whether a model's architecture is supported and its template renders, the workers tell (they end
- * with EXIT_BAD_INPUT, bus.ts): only they have the libraries for it.
+ * Called by loop.ts. Whether weights fit their config and a template renders, the workers tell (they end with
+ * EXIT_BAD_INPUT, bus.ts): only they have the libraries for it.
  */
 import { spawn } from 'node:child_process';
 import {
@@ -49,6 +49,8 @@ export interface Finding {
   readonly text: string;
 }
 
+/** Twin of FAMILIES in workers/model.py, which imports too much to be asked here; a test compares them. */
+export const FAMILIES: readonly string[] = ['qwen3', 'qwen3_moe', 'llama'];
 const REQUIREMENTS = join(dirname(fileURLToPath(import.meta.url)), '..', 'workers', 'requirements.txt');
 const PYTHON_NEEDED = [3, 11] as const;
 const PYTHON_PROBE_MS = 20_000; // a cold disk; usually 0.1 s
@@ -382,6 +384,8 @@ export function readModel(dir: string): ModelFacts {
   if (tokenizer !== null) requireTemplate(dir, problems);
   if (config === null) return facts();
   if (typeof config.model_type !== 'string') problems.push('config.json has no model_type');
+  else if (!FAMILIES.includes(config.model_type))
+    problems.push(`config.json has model_type ${config.model_type}, known are ${FAMILIES.join(', ')}`);
   const vocabulary = config.vocab_size;
   if (typeof vocabulary !== 'number' || !Number.isInteger(vocabulary) || vocabulary < 1) {
     problems.push(

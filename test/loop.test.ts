@@ -429,7 +429,9 @@ describe('failures', () => {
     async () => {
       const it = run('fails', '--data.prompt_dataset', failing('step_throws'), '--eval.dataset', 'none');
       expect(await it.exit, it.out).toBe(2);
-      expect(it.out).toMatch(/--train\.agent_path .*agent_error: Error: the lamp is broken \(.*agent_cases\.ts:\d+:\d+\)/);
+      expect(it.out).toMatch(
+        /--train\.agent_path .*agent_error: Error: the lamp is broken \(.*agent_cases\.ts:\d+:\d+\)/,
+      );
     },
     LIMIT_MS,
   );

@@ -92,10 +92,11 @@ def build(model_path: str, settings: ModelSettings):
         )
     own_attention = settings.attn_implementation == "sdpa"
     # The attention's name lives in the config: a copy, so that no other model of it changes with ours.
-    config = copy.deepcopy(AutoConfig.from_pretrained(model_path))
+    with loading(model_path):
+        config = copy.deepcopy(AutoConfig.from_pretrained(model_path))
     check_family(config)
     wrap_ours = partial(wrap, param_dtype=PARAM_DTYPES[settings.param_dtype])
-    with hooked(wrap_ours):
+    with loading(model_path), hooked(wrap_ours):
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             model_path,
             config=config,
@@ -141,6 +142,23 @@ def check_loaded(model_path: str, report) -> None:
             raise ModelError(
                 f"Cannot load {model_path}: {kind.replace('_', ' ')} {', '.join(names[:3])} ({len(names)})"
             )
+
+
+@contextlib.contextmanager
+def loading(path: str) -> Iterator[None]:
+    """
+    Whatever goes wrong while files are read is the files' fault, so that it is a ModelError of one line;
+    memory that does not suffice is not.
+    """
+    try:
+        yield
+    except (ModelError, MemoryError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        text = " ".join(str(error).split())
+        if "allocate memory" in text:  # of a CPU, where torch has no type for it
+            raise
+        raise ModelError(f"Cannot load {path}: {type(error).__name__}: {text[:400]}") from error
 
 
 @contextlib.contextmanager

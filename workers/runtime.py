@@ -189,6 +189,8 @@ class Runtime:
         What this worker was given (a model, an option) cannot be used: one line for the user, who mends it.
         Only before `ready`; a failure that is not the input's fault is an exception.
         """
+        if isinstance(reason, BaseException) and reason.__cause__ is not None:
+            traceback.print_exception(reason)  # into the log, for those who look closer
         print(" ".join(_text(str(reason)).split()), file=sys.stderr, flush=True)
         self._exit_now(EXIT_BAD_INPUT)
 

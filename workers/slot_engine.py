@@ -35,7 +35,7 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from model import PARAM_DTYPES, check_family, check_loaded
+from model import PARAM_DTYPES, check_family, check_loaded, loading
 from runtime import WorkerError, bad_request, fatal, unsupported
 from sampling import sample, uniforms
 from slot_attention import ATTENTION, Chunk, Plan, SlotCache, on_device, plan_step
@@ -83,9 +83,10 @@ def load_model(path: str, dtype: str, device: str):
         raise ValueError(f"Unknown dtype {dtype!r}, want one of {', '.join(PARAM_DTYPES)}")
     # bf16: as the files have it, since embedding and head stay fp32 and casting bf16 up loses nothing.
     files_type = torch.float32 if dtype == "float32" else "auto"
-    loaded: Any = AutoModelForCausalLM.from_pretrained(
-        path, dtype=files_type, attn_implementation=ATTENTION, output_loading_info=True
-    )
+    with loading(path):
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            path, dtype=files_type, attn_implementation=ATTENTION, output_loading_info=True
+        )
     model, report = loaded
     check_loaded(path, report)
     return prepare_model(model, PARAM_DTYPES[dtype], device)
