@@ -9,6 +9,7 @@
  * that names it. Integers stay within 2^53 (JavaScript sends those from 2^32 on as whole floats); floats are
  * finite and are coerced on receipt, since 1.0 travels as the integer 1; null means absent and is legal only
  * where the type ends in `?`. NaN and infinity travel only inside frames. A message is at most 64 MiB.
+ * What is sent at about the same time travels as one ZeroMQ message, header and frames of each back to back.
  *
  * Types: str int float bool json, `?` = may be null; {name: type} = record; {"*": type} = map; [type] = list.
  * Frames: the dtype of a one-dimensional tensor, `?` = may be left out. C controller, W any worker, E engine,
@@ -53,7 +54,7 @@
 import { Packr } from 'msgpackr';
 import type { Json } from './types.ts';
 
-export const PROTOCOL_VERSION = 1;
+export const PROTOCOL_VERSION = 2;
 export const MAX_MESSAGE_BYTES = 64 * 1024 * 1024;
 
 // ---- Types of fields ----
@@ -530,13 +531,24 @@ export interface Opened extends Omit<Envelope, 'kind'> {
   readonly parts: readonly Uint8Array[];
 }
 
-/** Throws ProtocolError; the bus then counts the sender as lost. */
-export function openMessage(parts: readonly Uint8Array[]): Opened {
-  const [first, ...rest] = parts;
-  if (!first) throw new ProtocolError('Empty message');
+/**
+ * The messages of one ZeroMQ message, one by one: the caller handles each before the next is looked at. Throws ProtocolError;
+ * the bus then counts the sender as lost.
+ */
+export function* openMessages(parts: readonly Uint8Array[]): Generator<Opened> {
+  let at = 0;
+  do {
+    const header = unpack(parts[at]);
+    const count = Array.isArray(header.frames) ? header.frames.length : parts.length;
+    const end = Math.min(parts.length, at + 1 + count);
+    yield openMessage(header, parts.slice(at, end));
+    at = end;
+  } while (at < parts.length);
+}
+
+function openMessage(header: Record<string, unknown>, parts: readonly Uint8Array[]): Opened {
   const bytes = parts.reduce((sum, b) => sum + b.length, 0);
   if (bytes > MAX_MESSAGE_BYTES) throw new ProtocolError(`Message of ${bytes} bytes, at most ${MAX_MESSAGE_BYTES}`);
-  const header = unpack(first);
   if (header.v !== PROTOCOL_VERSION) {
     throw new ProtocolError(`Protocol version ${show(header.v)}, this side speaks ${PROTOCOL_VERSION}`, 'v');
   }
@@ -555,7 +567,7 @@ export function openMessage(parts: readonly Uint8Array[]): Opened {
     re: re as number | null,
     deadlineMs: deadline_ms as number | null,
     header,
-    parts: rest,
+    parts: parts.slice(1),
   };
 }
 
@@ -574,13 +586,14 @@ export function decodeBody(opened: Opened, answers: Kind | null = null): Decoded
   return { kind, seq, id, re, deadlineMs, fields, frames: decodeFrames(header.frames, opened.parts, part, name) };
 }
 
-/** A checked message. `requestKind` tells which request an id belongs to, for `ok` replies. Throws ProtocolError. */
+/** One checked message. `requestKind` tells which request an id belongs to, for `ok` replies. Throws ProtocolError. */
 export function decode(parts: readonly Uint8Array[], requestKind: (re: number) => Kind | null = () => null): Decoded {
-  const opened = openMessage(parts);
+  const opened = openMessage(unpack(parts[0]), parts);
   return decodeBody(opened, opened.kind === 'ok' && opened.re !== null ? requestKind(opened.re) : null);
 }
 
-function unpack(bytes: Uint8Array): Record<string, unknown> {
+function unpack(bytes: Uint8Array | undefined): Record<string, unknown> {
+  if (!bytes) throw new ProtocolError('Empty message');
   try {
     refuseForeign(new DataView(bytes.buffer, bytes.byteOffset, bytes.byteLength), 0, false);
     const value: unknown = packr.unpack(bytes);

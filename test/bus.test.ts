@@ -3,7 +3,16 @@ import { randomBytes } from 'node:crypto';
 import { afterEach, describe, expect, test } from 'vitest';
 import { Dealer, Router } from 'zeromq';
 import { Bus, type ConnectArgs, type ListenOptions, type Peer, RefusedError, WorkerLink } from '../molt/bus.ts';
-import { type Decoded, decode, encode, type Kind, type Outgoing, RemoteError } from '../molt/protocol.ts';
+import {
+  type Decoded,
+  decodeBody,
+  encode,
+  type Kind,
+  type Opened,
+  type Outgoing,
+  openMessages,
+  RemoteError,
+} from '../molt/protocol.ts';
 import type { Json } from '../molt/types.ts';
 
 const SECRET = 'a secret';
@@ -24,6 +33,7 @@ async function listen(options: ListenOptions = {}): Promise<Bus> {
 class RawWorker {
   readonly socket: Dealer;
   readonly id: string;
+  arrived: Opened[] = []; // with a message that was taken
   seq = 0;
 
   constructor(bus: Bus, id: string) {
@@ -43,7 +53,7 @@ class RawWorker {
 
   hello(change: Record<string, Json> = {}): Promise<void> {
     const fields = {
-      protocol_version: 1,
+      protocol_version: 2,
       worker_kind: 'engine',
       worker_id: this.id,
       pid: 1,
@@ -56,7 +66,9 @@ class RawWorker {
 
   /** The next message; `answers` is the kind that an `ok` would answer. */
   async next(answers: Kind = 'ping'): Promise<Decoded> {
-    return decode(await this.socket.receive(), () => answers);
+    if (this.arrived.length === 0) this.arrived = [...openMessages(await this.socket.receive())];
+    const opened = this.arrived.shift() as Opened;
+    return decodeBody(opened, opened.kind === 'ok' ? answers : null);
   }
 
   /** The next request, which must be of this kind. */
@@ -118,7 +130,7 @@ describe('handshake', () => {
     ['a wrong secret', { secret: 'another' }, 'Wrong secret'],
     ['an unknown worker', { worker_id: 'engine-9' }, 'No worker engine-9'],
     ['an unknown kind', { worker_kind: 'poet' }, 'Unknown worker kind poet'],
-    ['another version', { protocol_version: 2 }, 'Protocol version 2, this side speaks 1'],
+    ['another version', { protocol_version: 3 }, 'Protocol version 3, this side speaks 2'],
   ])('%s is refused', async (_, change, reason) => {
     const bus = await listen();
     const peer = bus.expect('engine-0', SECRET, null);
@@ -133,8 +145,8 @@ describe('handshake', () => {
   test('a header of another version is refused by a reason that names both versions', async () => {
     const bus = await listen();
     const raw = new RawWorker(bus, 'engine-0');
-    await raw.socket.send(Buffer.from('83a17602a46b696e64a568656c6c6fa373657100', 'hex')); // {v: 2, kind: hello, seq: 0}
-    expect((await raw.next()).fields.reason).toBe('Protocol version 2, this side speaks 1');
+    await raw.socket.send(Buffer.from('83a17603a46b696e64a568656c6c6fa373657100', 'hex')); // {v: 3, kind: hello, seq: 0}
+    expect((await raw.next()).fields.reason).toBe('Protocol version 3, this side speaks 2');
   });
 
   test('whoever speaks before welcome is refused and not heard again', async () => {
@@ -556,6 +568,7 @@ describe('loss', () => {
 class RawController {
   readonly socket: Router;
   routing: Buffer | null = null;
+  arrived: Opened[] = []; // with a message that was taken
   seq = 0;
 
   private constructor(socket: Router) {
@@ -574,9 +587,13 @@ class RawController {
   }
 
   async next(answers: Kind = 'ping'): Promise<Decoded> {
-    const [routing, ...parts] = await this.socket.receive();
-    this.routing = routing as Buffer;
-    return decode(parts, () => answers);
+    if (this.arrived.length === 0) {
+      const [routing, ...parts] = await this.socket.receive();
+      this.routing = routing as Buffer;
+      this.arrived = [...openMessages(parts)];
+    }
+    const opened = this.arrived.shift() as Opened;
+    return decodeBody(opened, opened.kind === 'ok' ? answers : null);
   }
 
   welcome(): Promise<void> {
@@ -632,9 +649,9 @@ describe('WorkerLink', () => {
     const controller = await RawController.listen();
     const connecting = WorkerLink.connect(connectArgs(controller));
     await controller.next();
-    const header = Buffer.from('83a17602a46b696e64a7726566757365 64a373657100'.replace(' ', ''), 'hex');
+    const header = Buffer.from('83a17603a46b696e64a7726566757365 64a373657100'.replace(' ', ''), 'hex');
     await controller.socket.send([controller.routing as Buffer, header]);
-    await expect(connecting).rejects.toThrow('Protocol version 2, this side speaks 1');
+    await expect(connecting).rejects.toThrow('Protocol version 3, this side speaks 2');
   });
 
   test('no controller there is a loss', async () => {
@@ -711,7 +728,7 @@ describe('WorkerLink', () => {
   test('an ill-formed request is answered with the name of the field', async () => {
     const { controller } = await linked();
     const packed = Buffer.from(
-      '86a17601a46b696e64a463616e63656c'.replace('a463616e63656c', 'a663616e63656c') +
+      '86a17602a46b696e64a463616e63656c'.replace('a463616e63656c', 'a663616e63656c') +
         'a373657101a2696401a66672616d657390a772657175657374c0',
       'hex',
     );

@@ -99,7 +99,7 @@ describe('malformed messages', () => {
 
   test('a message of another version names both versions', () => {
     const error = errorOf(() => decode(readWire('malformed/other-version.bin')));
-    expect(error.message).toBe('Protocol version 2, this side speaks 1');
+    expect(error.message).toBe('Protocol version 3, this side speaks 2');
   });
 });
 

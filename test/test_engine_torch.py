@@ -1004,6 +1004,7 @@ class Controller:
         self.process.stdin.flush()
         self.seq, self.kinds = 0, {}
         self.events: list = []
+        self.arrived: list[protocol.Message] = []  # with a message that was taken
         self.peer = b""
         self.hello = self.wait("hello")
         self.send("welcome", {"incarnation": 0, "options": options, "heartbeat_ms": 60_000})
@@ -1021,9 +1022,11 @@ class Controller:
     def wait(self, kind, re=None):
         """The next message of this kind; `tokens` that come before it are kept in `events`."""
         while True:
-            assert self.socket.poll(60_000), f"no {kind} within 60 s"
-            self.peer, *parts = self.socket.recv_multipart()
-            message = protocol.decode(parts, self.kinds.get)
+            if not self.arrived:
+                assert self.socket.poll(60_000), f"no {kind} within 60 s"
+                self.peer, *parts = self.socket.recv_multipart()
+                self.arrived += protocol.decode_all(parts, self.kinds.get)
+            message = self.arrived.pop(0)
             if message.kind == "tokens":
                 self.events.append(message)
             if message.kind == kind and re in (None, message.re):

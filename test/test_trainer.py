@@ -363,6 +363,7 @@ class Ranks:
         self.peers: dict[str, bytes] = {}
         self.seq = dict.fromkeys(self.names, 0)
         self.asked: dict[str, dict[int, str]] = {name: {} for name in self.names}
+        self.arrived: list[tuple[str, protocol.Message]] = []  # with a message that was taken
         self.logs = {name: directory / f"{name}-{os.urandom(4).hex()}.log" for name in self.names}
         environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TQDM_DISABLE": "1"}
         self.processes = {}
@@ -400,13 +401,15 @@ class Ranks:
 
     def receive(self, *kinds: str) -> tuple[str, protocol.Message]:
         while True:
-            if not self.socket.poll(WAIT_MS):
+            if not self.arrived and not self.socket.poll(WAIT_MS):
                 logs = "\n".join(log.read_text() for log in self.logs.values())
                 raise TimeoutError(f"no {' or '.join(kinds)} in time\n{logs}")
-            peer, *parts = self.socket.recv_multipart()
-            name = peer.decode().split(".")[0]
-            self.peers.setdefault(name, peer)
-            message = protocol.decode(parts, self.asked[name].get)
+            if not self.arrived:
+                peer, *parts = self.socket.recv_multipart()
+                name = peer.decode().split(".")[0]
+                self.peers.setdefault(name, peer)
+                self.arrived += [(name, m) for m in protocol.decode_all(parts, self.asked[name].get)]
+            name, message = self.arrived.pop(0)
             if message.kind in kinds:
                 return name, message
 

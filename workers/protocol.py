@@ -9,6 +9,7 @@ pickled. Fields and frames are exactly those of the table: a missing, extra or m
 that names it. Integers stay within 2^53 (JavaScript sends those from 2^32 on as whole floats); floats are
 finite and are coerced on receipt, since 1.0 travels as the integer 1; null means absent and is legal only
 where the type ends in `?`. NaN and infinity travel only inside frames. A message is at most 64 MiB.
+What is sent at about the same time travels as one ZeroMQ message, header and frames of each back to back.
 
 Types: str int float bool json, `?` = may be null; {name: type} = record; {"*": type} = map; [type] = list.
 Frames: the dtype of a one-dimensional tensor, `?` = may be left out. C controller, W any worker, E engine,
@@ -53,14 +54,14 @@ T trainer rank, K tokenizer, R runner.
 
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import msgpack
 import numpy as np
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 MAX_MESSAGE_BYTES = 64 * 1024 * 1024
 
 Spec = Any  # a type name, [spec], or {name: spec}
@@ -561,14 +562,31 @@ def _encode_frames(
     return table, payload
 
 
+def open_messages(parts: Sequence[bytes]) -> Iterator[Envelope]:
+    """The messages of one ZeroMQ message, one by one: handle each before the next is looked at."""
+    at = 0
+    while at < len(parts) or not at:
+        header = _unpack(parts[at : at + 1])
+        table = header.get("frames")
+        end = at + 1 + (len(table) if isinstance(table, list) else len(parts))
+        _check_size(parts[at:end])
+        yield _open(header, parts[at + 1 : end])
+        at = end
+
+
 def open_message(parts: Sequence[bytes]) -> Envelope:
     """The envelope of a message: enough to check its `seq` and to find the request it answers."""
-    if not parts:
-        raise ProtocolError("Empty message")
+    _check_size(parts)
+    return _open(_unpack(parts[:1]), parts[1:])
+
+
+def _check_size(parts: Sequence[bytes]) -> None:
     size = sum(len(part) for part in parts)
     if size > MAX_MESSAGE_BYTES:
         raise ProtocolError(f"Message of {size} bytes, at most {MAX_MESSAGE_BYTES}")
-    header = _unpack(parts[0])
+
+
+def _open(header: dict[str, Any], frame_bytes: Sequence[bytes]) -> Envelope:
     version = header.get("v")
     if _whole(version) != PROTOCOL_VERSION:
         raise ProtocolError(f"Protocol version {_show(version)}, this side speaks {PROTOCOL_VERSION}", "v")
@@ -591,7 +609,7 @@ def open_message(parts: Sequence[bytes]) -> Envelope:
         deadline_ms=numbers["deadline_ms"],
         raw_fields={key: value for key, value in header.items() if key not in RESERVED},
         frame_table=header.get("frames"),
-        frame_bytes=parts[1:],
+        frame_bytes=frame_bytes,
     )
 
 
@@ -609,17 +627,28 @@ def decode_body(envelope: Envelope, answers: str | None = None) -> Message:
 
 def decode(parts: Sequence[bytes], request_kind: Callable[[int], str | None] = lambda re: None) -> Message:
     """A checked message. `request_kind` tells which request an id belongs to, for `ok` replies."""
-    envelope = open_message(parts)
+    return _decode(open_message(parts), request_kind)
+
+
+def decode_all(parts: Sequence[bytes], request_kind: Callable[[int], str | None]) -> list[Message]:
+    """As `decode`, of all that one ZeroMQ message holds."""
+    return [_decode(envelope, request_kind) for envelope in open_messages(parts)]
+
+
+def _decode(envelope: Envelope, request_kind: Callable[[int], str | None]) -> Message:
     answers = request_kind(envelope.re) if envelope.kind == "ok" and envelope.re is not None else None
     return decode_body(envelope, answers)
 
 
-def _unpack(data: bytes) -> dict[str, Any]:
+def _unpack(parts: Sequence[bytes]) -> dict[str, Any]:
+    if not parts:
+        raise ProtocolError("Empty message")
+
     def refuse(code: int, _: bytes) -> Any:
         raise ValueError(f"extension type {code}")
 
     try:
-        value = msgpack.unpackb(data, raw=False, strict_map_key=True, ext_hook=refuse)
+        value = msgpack.unpackb(parts[0], raw=False, strict_map_key=True, ext_hook=refuse)
     except (ValueError, msgpack.exceptions.UnpackException, RecursionError) as error:
         raise ProtocolError(f"Header is not msgpack: {error}") from error
     if not isinstance(value, dict):

@@ -48,7 +48,8 @@ import protocol
 ZMTP_HEARTBEAT_MS = 2_000
 ZMTP_TIMEOUT_MS = 20_000
 LINGER_MS = 1_500  # last words of a process that ends in order; why below the heartbeat: molt/bus.ts
-RECEIVE_BURST = 64  # messages taken from the socket before the other duties get their turn
+RECEIVE_BURST = 64  # ZeroMQ messages taken from the socket before the other duties get their turn
+TOGETHER_BYTES = 1024 * 1024  # of messages that leave in one ZeroMQ message
 ACK_BYTES = (
     16 * 1024 * 1024
 )  # a heartbeat goes out early after this much: the controller bounds what is unsent
@@ -335,13 +336,23 @@ class Runtime:
                 due = time.monotonic() + self._heartbeat_s
             closing = self._closing  # read before draining: what was posted before _close still goes out
             while self._outgoing:
-                self._socket.send_multipart(self._outgoing.popleft(), copy=False)
+                self._socket.send_multipart(self._together(), copy=False)
             if closing:
                 break
         self._socket.disable_monitor()
         self._monitor.close()
         self._socket.close()
         self._context.term()  # waits up to LINGER_MS
+
+    def _together(self) -> list[bytes]:
+        """What waits to be sent, as one ZeroMQ message unless it is much."""
+        parts: list[bytes] = []
+        size = 0
+        while self._outgoing and size < TOGETHER_BYTES:
+            message = self._outgoing.popleft()
+            parts += message
+            size += sum(len(part) for part in message)
+        return parts
 
     def _receive_burst(self) -> None:
         for _ in range(RECEIVE_BURST):
@@ -350,16 +361,15 @@ class Runtime:
             except zmq.Again:
                 return
             self._unacknowledged += sum(len(part) for part in parts)
-            self._on_message(parts)
+            try:
+                for envelope in protocol.open_messages(parts):
+                    self._on_message(envelope)
+            except protocol.ProtocolError as error:
+                if self._welcomed.is_set():
+                    raise
+                self._refuse(str(error))  # most likely the other version, which the message names
 
-    def _on_message(self, parts: list[bytes]) -> None:
-        try:
-            envelope = protocol.open_message(parts)
-        except protocol.ProtocolError as error:
-            if self._welcomed.is_set():
-                raise
-            self._refuse(str(error))  # most likely the other version, which the message names
-            return
+    def _on_message(self, envelope: protocol.Envelope) -> None:
         if envelope.seq < self._expected_seq:
             self._counters["wire_repeated_seq"] += 1
             return

@@ -5,7 +5,9 @@
     parse    sampled ids -> content, reasoning, calls
     encode, decode
 
-All calls are batched, and a bad item fails alone: its error stands at its place, its ids are empty.
+All calls are batched, and a bad item fails alone: its error stands at its place, its ids are empty. What a
+batch asks more than once (members of a group have the same prompt, and often the same tool result) is worked
+out once.
 
 Decisions
   1. The template runs here and nowhere else, in an environment like transformers' own with two differences:
@@ -279,8 +281,11 @@ class ChatTokenizer:
             messages = normalise(item["messages"])
             return self._text(messages, item["tools"], item["template_kwargs"], item["add_generation_prompt"])
 
-        texts, errors = each(text, items)
-        return self.encode(texts), errors
+        def answer(items):
+            texts, errors = each(text, items)
+            return self.encode(texts), errors
+
+        return once_each(answer, items)
 
     def _text(self, messages: list[dict], tools, kwargs, generate: bool) -> str:
         """One conversation by the template. Whatever a template raises is the item's error."""
@@ -299,6 +304,9 @@ class ChatTokenizer:
 
     def suffix(self, items: Sequence[dict]) -> tuple[list[list[int]], list[str | None]]:
         """items: {stub, new_messages, tools, template_kwargs, last_ids}. Ids to append and error of each."""
+        return once_each(self._suffix, items)
+
+    def _suffix(self, items: Sequence[dict]) -> tuple[list[list[int]], list[str | None]]:
         cuts, errors = each(self._suffix_text, items)
         # A text behind a special token is tokenised differently from one that begins (prefix blanks, tokens
         # that swallow a newline), so the sampled stop token stands in front and its id is dropped again.
@@ -466,6 +474,15 @@ def each(function, items: Sequence) -> tuple[list, list[str | None]]:
             results.append("")
             errors.append(one_line(error))
     return results, errors
+
+
+def once_each(function, items: Sequence[dict]) -> tuple[list, list[str | None]]:
+    """Results and errors of `function`, a function of such lists, which sees equal items once."""
+    keys = [repr(item) for item in items]  # exact: 1 and 1.0 render differently
+    distinct = dict(zip(keys, items, strict=True))
+    results, errors = function(list(distinct.values()))
+    at = {key: i for i, key in enumerate(distinct)}
+    return [results[at[key]] for key in keys], [errors[at[key]] for key in keys]
 
 
 def one_line(error: Exception) -> str:
