@@ -127,6 +127,6 @@ export const SMOLLM2 = {
 } as const satisfies Partial<Options>;
 
 export default defineRecipe({
-  options: { ...SMOLLM2, 'train.num_steps': 20, 'rollout.max_new_tokens': 32, 'data.max_len': 128 },
+  options: { ...SMOLLM2, 'train.num_steps': 15, 'rollout.max_new_tokens': 32, 'data.max_len': 128 },
   prepare: preparePolicy,
 });
