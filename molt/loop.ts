@@ -608,7 +608,8 @@ async function train(args: Context): Promise<void> {
     const version = refit.version;
     // A row without credit has no gradient. It stays in the denominator, so leaving it out changes no number.
     const credited = samples.filter((sample) => sample.advantages.some((advantage) => advantage !== 0));
-    const rows = credited.length > 0 ? credited : samples;
+    // Where no row has any, one group stands for all: the gradient is 0, and its numbers say how engine and trainer agree.
+    const rows = credited.length > 0 ? credited : samples.slice(0, groupSize);
     ledger.record({ kind: 'batch', step: step + 1, version, groups: groups.map((g) => g.groupId), denominator, lr });
 
     // Train

@@ -7,6 +7,7 @@
  * started with stands here once, so that a restart is the same as a start.
  * Called by loop.ts; starts processes through launch.ts.
  */
+import { availableParallelism } from 'node:os';
 import { resolve } from 'node:path';
 import type { Bus } from './bus.ts';
 import { type Options, simulatedScript } from './config.ts';
@@ -18,6 +19,8 @@ import { rendezvousPath } from './run_dir.ts';
 import { Trainer } from './trainer.ts';
 import type { Json } from './types.ts';
 
+/** More do not pay for the models that are trained on a CPU. */
+const MAX_THREADS = 8;
 /** Largest |dlogp| of the refit probes: float32 agrees to rounding, bfloat16 does not. */
 const LAYOUT_BOUND = { float32: 1e-4, bfloat16: 0.5 } as const;
 
@@ -189,8 +192,9 @@ function workerSpecs(options: Options, runDir: string) {
         prefill_tokens: options['engine.prefill_tokens'],
         seed: options['train.seed'],
       }),
-    rank: (rank: number) =>
-      spec('trainer', rank, options['trainer.kind'] === 'simulated' ? simulated() : python('trainer.py'), {
+    rank: (rank: number): WorkerSpec => ({
+      env: threadsEnv(options['trainer.num_threads'] || trainerShare(options['trainer.num_ranks'])),
+      ...spec('trainer', rank, options['trainer.kind'] === 'simulated' ? simulated() : python('trainer.py'), {
         model_path: model,
         rank,
         world_size: options['trainer.num_ranks'],
@@ -210,10 +214,21 @@ function workerSpecs(options: Options, runDir: string) {
         seed: options['train.seed'],
         deterministic: false,
       }),
+    }),
     runner: (index: number) =>
       spec('runner', index, nodeCommand('molt/runner.ts'), {
         agent_path: resolve(options['train.agent_path']),
         template_kwargs: {},
       }),
   };
+}
+
+/** Sampling and training take turns, so the cores are the ranks' while they work. */
+function trainerShare(numRanks: number): number {
+  return Math.min(MAX_THREADS, Math.max(1, Math.floor(availableParallelism() / numRanks)));
+}
+
+/** Threads that have nothing to do sleep: one that spun would take the core from whoever it waits for. */
+function threadsEnv(count: number): Record<string, string> {
+  return { OMP_NUM_THREADS: `${count}`, MKL_NUM_THREADS: `${count}`, OMP_WAIT_POLICY: 'PASSIVE' };
 }

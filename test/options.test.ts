@@ -240,6 +240,7 @@ const EFFECTS: Record<OptionName, Effect> = {
   'trainer.kind': { refused: ['torch'] },
   'trainer.num_ranks': { to: ['2'], also: [...SHORT, '--train.micro_batch_size', '3'], seen: 'numbers' },
   'trainer.device': { refused: ['cpu'] },
+  'trainer.num_threads': { refused: ['2'] },
   'trainer.logprob_chunk': { refused: ['16'] },
   'fsdp.param_dtype': { refused: ['bfloat16'] },
   'fsdp.packing_samples': { to: ['false'], also: [...TWO_RANKS, '--train.max_tokens_per_gpu', '100'], seen: 'numbers' },
