@@ -73,7 +73,9 @@ export async function loadAgent(path: string): Promise<AgentFactory> {
   const agent = module.agent;
   if (typeof agent !== 'function') {
     throw new Error(
-      `Agent ${path} must export \`agent\`, a class or a function that makes an Env; it exports ${Object.keys(module).join(', ') || 'nothing'}`,
+      agent === undefined
+        ? `Agent ${path} must export \`agent\`, a class or a function that makes an Env; it exports ${Object.keys(module).join(', ') || 'nothing'}`
+        : `Agent ${path}: \`agent\` is ${typeof agent === 'object' ? 'an object' : `a ${typeof agent}`}, expected a class or a function that makes an Env (of which every rollout gets one)`,
     );
   }
   const make = /^class\b/.test(Function.prototype.toString.call(agent))
@@ -265,6 +267,8 @@ async function turnLoop(
       state.truncated = true;
       return 'turns';
     }
+    if (result.observation === undefined)
+      throw new Ended('agent_error', 'step() gave no observation with done false: it is what the model sees next');
     const added = asMessages(result.observation, 'step');
     const stub: Message = {
       role: 'assistant',
@@ -281,7 +285,7 @@ function absorb(
   state: { reward: number | null; score: number | null; truncated: boolean; info: Record<string, number> },
 ): void {
   if (typeof result !== 'object' || result === null)
-    throw new Ended('agent_error', `step() returned ${describe(result)}, expected a Result`);
+    throw new Ended('agent_error', `step() returned ${describe(result)}, expected { reward, done, observation? }`);
   if (typeof result.reward !== 'number' || !Number.isFinite(result.reward)) {
     throw new Ended('invalid_reward', `step() returned reward ${describe(result.reward)}, expected a finite number`);
   }

@@ -117,7 +117,7 @@ const CHECKS: readonly Check[] = [
     options: ['actor.model_name_or_path', 'engine.kind', 'trainer.kind', 'tokenizer.kind'],
     problem: (o) =>
       o['actor.model_name_or_path'] === '' && PYTHON.some((condition) => holds(condition, o))
-        ? 'required, unless engine, trainer and tokenizer are all simulated'
+        ? 'required: a directory in Hugging Face format (README, "Your model"); the quickstart keeps its own in .cache/quickstart'
         : null,
   },
   {
@@ -262,7 +262,11 @@ export async function loadConfig(argv: readonly string[]): Promise<Config> {
   const options = values as Options;
   const typedSources = sources as Record<OptionName, Source>;
   // Without its recipe every path is missing; saying so would bury the cause.
-  if (module.loaded) problems.push(...combinationProblems(options, typedSources, unreadable));
+  const exported = ` (it exports ${module.exports.join(', ')})`;
+  if (module.loaded) {
+    const found = combinationProblems(options, typedSources, unreadable);
+    problems.push(...found.map((line) => (/does not export `\w+`$/.test(line) ? `${line}${exported}` : line)));
+  }
   if (problems.length > 0) throw new ConfigError(problems);
   return { recipePath, options, sources: typedSources, recipe: module.recipe };
 }
@@ -297,7 +301,7 @@ async function parseCommandLine(argv: readonly string[], problems: string[]): Pr
     .strict()
     .fail((message, error) => void complaints.push(message || messageOf(error)))
     .command('$0 [recipe]', 'run a recipe', (command) => command.positional('recipe', { type: 'string' }))
-    .option('help', { type: 'boolean' })
+    .option('help', { type: 'boolean', alias: 'h' })
     .option('run.resume', { type: 'string', alias: 'resume' });
   for (const name of optionNames()) {
     if (name === 'run.resume') continue;
@@ -352,7 +356,9 @@ function readCommandLineOptions(
       set(name, read.value, 'cli');
     } else {
       unreadable.add(name);
-      problems.push(`--${name} ${show(raw)}: ${read.problem}`);
+      const commas =
+        name.endsWith('dataset') && Array.isArray(raw) ? '; several sources are one value with commas' : '';
+      problems.push(`--${name} ${show(raw)}: ${read.problem}${commas}`);
     }
   }
 }
@@ -389,8 +395,9 @@ interface RecipeModule {
   readonly recipe: Recipe;
   readonly hasAgent: boolean;
   readonly hasPrompts: boolean;
+  readonly exports: readonly string[];
 }
-const NO_RECIPE: RecipeModule = { loaded: false, recipe: {}, hasAgent: false, hasPrompts: false };
+const NO_RECIPE: RecipeModule = { loaded: false, recipe: {}, hasAgent: false, hasPrompts: false, exports: [] };
 
 async function importRecipe(name: string | null, path: string, problems: string[]): Promise<RecipeModule> {
   if (name === null) {
@@ -403,6 +410,7 @@ async function importRecipe(name: string | null, path: string, problems: string[
   };
   if (!existsSync(path)) return refuse('no such file');
   if (!statSync(path).isFile()) return refuse('is not a file');
+  if (!/\.[cm]?[jt]s$/.test(path)) return refuse('a recipe is a .ts or .js module; data goes to --data.prompt_dataset');
   let module: Readonly<Record<string, unknown>>;
   try {
     module = await importModule(path);
@@ -423,6 +431,7 @@ async function importRecipe(name: string | null, path: string, problems: string[
     recipe: recipe as Recipe,
     hasAgent: module.agent !== undefined,
     hasPrompts: module.prompts !== undefined,
+    exports: Object.keys(module),
   };
 }
 
@@ -452,7 +461,6 @@ function fillDefaults(values: Record<string, unknown>, recipePath: string, modul
   const source = here.includes(',') ? `"${here}"` : here;
   if (values['data.prompt_dataset'] === '' && module.hasPrompts) values['data.prompt_dataset'] = source;
   if (values['eval.dataset'] === '' && module.hasPrompts) values['eval.dataset'] = source;
-  if (values['eval.dataset'] === 'none') values['eval.dataset'] = '';
   if (values['engine.max_len'] === 0) values['engine.max_len'] = values['data.max_len'];
   if (values['data.max_prompt_len'] === 0) {
     const room = (values['data.max_len'] as number) - (values['rollout.max_new_tokens'] as number);
@@ -653,6 +661,8 @@ function tail(name: string): string {
 
 /** What the same thing is called here: names that users of other systems type. */
 const ELSEWHERE: Readonly<Record<string, string>> = {
+  doctor: 'the doctor is npx tsx molt/launch.ts --doctor RECIPE',
+  version: 'package.json has it',
   'train.async_queue_size': 'the bound on asynchrony is --train.max_staleness, counted in refits',
   'rollout.batch_size': 'prompt groups of a step are --train.batch_size',
   'rollout.generate_max_len': 'it is --rollout.max_new_tokens, per turn',
@@ -673,6 +683,8 @@ function valueSuggestion(value: unknown, spec: Spec): string {
 
 // ---- Sources of prompts ----
 
+const NO_SOURCE = 'none'; // of eval.dataset: no evaluation
+
 /** One entry of data.prompt_dataset or eval.dataset. */
 export interface PromptSource {
   readonly text: string; // as it was given
@@ -685,7 +697,7 @@ export interface PromptSource {
  * only behind a .py do blanks separate, for a path may have some.
  */
 export function splitSources(list: string): PromptSource[] {
-  if (list.trim() === '') return [];
+  if (['', NO_SOURCE].includes(list.trim())) return [];
   const QUOTED = /(['"])(.*?)\1(?=[\s,]|$)/y; // tried only where a word begins
   const entries: string[] = [''];
   for (let at = 0; at < list.length; ) {
@@ -750,6 +762,13 @@ export function helpText(): string {
     'Trains the policy of a recipe (a TypeScript module, see scripts/) by reinforcement learning. Options of the command',
     'line outrank those of the recipe; each is given once, by its full name. A pair takes two words, a list one with commas,',
     'a bare switch means true, and the word default takes back what the recipe set.',
+    '',
+    '  npx tsx molt/loop.ts scripts/quickstart.ts --train.num_steps 20 --train.seed 7',
+    '  npx tsx molt/launch.ts --doctor scripts/quickstart.ts        checks everything, trains nothing',
+    '',
+    'A recipe sets at least actor.model_name_or_path; most also set train.num_steps, train.batch_size,',
+    'rollout.n_samples_per_prompt, rollout.max_new_tokens, actor.adam.lr, data.prompt_dataset and eval.dataset.',
+    'Results go to runs/<recipe>-NNN. Exit codes: 0 done, 1 failed, 2 bad input, 130 and 143 stopped. More: README.md.',
   ];
   let group = '';
   for (const name of optionNames()) {
@@ -776,7 +795,7 @@ export function optionsTable(): string {
 function optionHelp(name: OptionName): string[] {
   const spec: Spec = OPTIONS[name];
   const rule = effectOf(name);
-  const effect = rule === undefined ? '' : ` [when ${ruleText(rule)}]`;
+  const effect = rule === undefined ? '' : ` [has an effect only when ${ruleText(rule)}]`;
   const head = `  --${name}`.padEnd(42);
   const kind = spec.type === 'choice' ? spec.choices.join(' | ') : allowed(spec);
   return [

@@ -59,16 +59,16 @@ export function promptsOf(set: PromptSet): Prompt[] {
   return set.sources.flatMap(({ name, items }) => items.map((item) => ({ source: name, epoch: 0, ...item })));
 }
 
-/** How many prompts of `a` have an input that is also in `b`: held-out data must give 0. */
-export function sharedInputs(a: PromptSet, b: PromptSet): number {
+/** How many prompts of `a` are also in `b`, with the same label: held-out data must give 0. */
+export function sharedPrompts(a: PromptSet, b: PromptSet): number {
   const counts = new Map<string, number>();
-  for (const { input } of itemsOf(a)) {
-    const key = JSON.stringify(input);
+  for (const { input, label } of itemsOf(a)) {
+    const key = JSON.stringify([input, label]);
     counts.set(key, (counts.get(key) ?? 0) + 1);
   }
   let shared = 0;
-  for (const { input } of itemsOf(b)) {
-    const key = JSON.stringify(input);
+  for (const { input, label } of itemsOf(b)) {
+    const key = JSON.stringify([input, label]);
     shared += counts.get(key) ?? 0;
     counts.delete(key);
   }

@@ -65,28 +65,35 @@ export async function evaluate(args: {
   };
 }
 
-/** Ids that the policy sampled, a row per turn. */
-export function turnIds(rollout: Rollout): Int32Array[] {
-  const turns = new Map<number, number[]>();
-  for (const trajectory of rollout.trajectories) {
-    for (const [k, turn] of trajectory.turns.entries()) {
-      if (!trajectory.lossMask[k]) continue;
-      const ids = turns.get(turn) ?? [];
-      turns.set(turn, ids);
-      ids.push(trajectory.ids[k] as number);
-    }
+/** What follows the first prompt of a rollout, a row for each turn of the policy and for what was put between them. */
+export function saidRows(rollout: Rollout, stopIds: ReadonlySet<number>): { policy: boolean; ids: Int32Array }[] {
+  const [trajectory] = rollout.trajectories;
+  if (!trajectory) return [];
+  const { ids, lossMask } = trajectory;
+  const rows: { policy: boolean; ids: Int32Array }[] = [];
+  for (let from = lossMask.indexOf(1), to = from; from >= 0 && from < ids.length; from = to) {
+    while (to < ids.length && lossMask[to] === lossMask[from]) to++;
+    const policy = lossMask[from] === 1;
+    const isStopped = policy && stopIds.has(ids[to - 1] as number);
+    rows.push({ policy, ids: ids.slice(from, isStopped ? to - 1 : to) });
   }
-  return Array.from(turns.values(), (ids) => Int32Array.from(ids));
+  return rows;
 }
 
-/** One line for people: the end of the prompt, every turn of the policy, how it ended. */
-export function formatSample(prompt: Prompt, rollout: Rollout, turns: readonly string[]): string {
+/** One line for people: the end of the prompt, the policy's turns, in brackets what was put between them, the ending. */
+export function formatSample(
+  prompt: Prompt,
+  rollout: Rollout,
+  said: readonly { readonly policy: boolean; readonly text: string }[],
+): string {
   const { input } = prompt;
   const last = Array.isArray(input) ? (input.at(-1) as { content?: Json }).content : input;
   const asked = oneLine(typeof last === 'string' ? last : JSON.stringify(last ?? null), 'end');
-  const said = turns.map((text) => oneLine(text, 'start'));
-  const ending = rollout.reason === 'done' ? '' : `, ${rollout.reason}`;
-  return `  ${[asked, ...said].join(' -> ')}   (reward ${rollout.score ?? 'none'}${ending})`;
+  const parts = said.map(({ policy, text }) =>
+    policy ? oneLine(text, 'start') || '(nothing)' : `[${oneLine(text.trim(), 'start')}]`,
+  );
+  const ending = rollout.reason === 'done' ? '' : `, ended by ${rollout.reason}`;
+  return `  ${[asked, ...parts].join(' -> ')}   (reward ${rollout.score ?? 'none'}${ending})`;
 }
 
 function oneLine(text: string, keep: 'start' | 'end'): string {

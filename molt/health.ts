@@ -70,8 +70,8 @@ export class Health {
     this.#say = args.say;
   }
 
-  /** Looks at the metrics of a step. */
-  check(line: Readonly<Record<string, number>>): void {
+  /** Looks at the metrics of a step. `flat` when it has just warned of steps without credit. */
+  check(line: Readonly<Record<string, number>>): 'fine' | 'flat' {
     const mismatch = line.logprob_mismatch_mean ?? 0;
     const bound = MISMATCH_BOUND[this.#dtype];
     this.#mismatched = mismatch <= bound ? 0 : this.#mismatched + 1; // NaN counts as above
@@ -84,11 +84,11 @@ export class Health {
     if (this.#skipped >= SKIPPED_STEPS)
       throw new Error(`Loss or gradient was not finite on ${SKIPPED_STEPS} steps running`);
     this.#flat = line.tokens_credited === 0 ? this.#flat + 1 : 0;
-    if (this.#flat === FLAT_STEPS) {
-      this.#say(
-        `Warning: every advantage was 0 on ${FLAT_STEPS} steps running, so there was nothing to learn from (mean reward ${line.reward_mean?.toFixed(3)}): is the task too hard, too easy, or the reward always the same?`,
-      );
-    }
+    if (this.#flat !== FLAT_STEPS) return 'fine';
+    this.#say(
+      `Warning: every advantage was 0 on ${FLAT_STEPS} steps running, so there was nothing to learn from (mean reward ${line.reward_mean?.toFixed(3)}): is the task too hard, too easy, or the reward always the same?`,
+    );
+    return 'flat';
   }
 }
 

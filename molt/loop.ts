@@ -37,11 +37,11 @@ import {
   type PromptSet,
   PromptStream,
   promptsOf,
-  sharedInputs,
+  sharedPrompts,
 } from './data.ts';
 import type { Job } from './dispatch.ts';
 import { credit } from './estimators.ts';
-import { constantBest, type Evaluation, evaluate, formatSample, turnIds } from './evaluate.ts';
+import { constantBest, type Evaluation, evaluate, formatSample, saidRows } from './evaluate.ts';
 import { checkParity, FailureWindow, Health, MISMATCH_BOUND } from './health.ts';
 import { Launcher, type Worker } from './launch.ts';
 import { Ledger } from './ledger.ts';
@@ -136,7 +136,7 @@ async function prepare(argv: readonly string[], findings: Finding[]): Promise<Pr
   const config = await loadConfig(argv);
   const { options, recipe } = config;
   say(formatConfig(config));
-  const begun = performance.now();
+  let begun = performance.now();
   // A recipe's `prepare` may make the model; without one the model can be looked at together with the rest.
   let stage = [
     ...(await checkSurroundings(options)),
@@ -145,11 +145,13 @@ async function prepare(argv: readonly string[], findings: Finding[]): Promise<Pr
   if (recipe.prepare) {
     report(stage, findings);
     stage = [];
+    const started = performance.now();
     try {
       await recipe.prepare(options, say);
     } catch (error) {
       throw new ConfigError([`Recipe ${argv[0]}: prepare failed: ${messageOf(error)}`]);
     }
+    begun += performance.now() - started; // not a check
     stage = checkModel(options);
   }
   const [prompts, found] = await loadAllPrompts(options);
@@ -242,7 +244,10 @@ async function withWorkers(
       console.error(messageOf(error)); // of the disk that stopped the run
     }
     closeRunDir(runDir);
-    if (code === 2 && from === null && !process.env.MOLT_DEBUG) discardRunDir(runDir);
+    if (code === 2 && from === null && !process.env.MOLT_DEBUG) {
+      discardRunDir(runDir);
+      say(`Nothing was trained; ${runDir} is removed`);
+    }
   }
   return code;
 }
@@ -334,7 +339,7 @@ async function readAllPrompts(options: Options): Promise<Prompts> {
   });
   if (problems.length > 0) throw new ConfigError(problems);
   const heldOut = promptsOf(evaluated);
-  const overlap = sharedInputs(evaluated, training);
+  const overlap = sharedPrompts(evaluated, training);
   if (overlap > 0) console.warn(`Warning: ${overlap} of ${heldOut.length} held-out prompts are also trained on`);
   const stream = new PromptStream(training, { seed, shuffle, weights: options['data.prompt_probs'] });
   return { stream, heldOut, heldOutHash: heldOut.length > 0 ? evaluated.sha256 : '' };
@@ -547,7 +552,7 @@ async function train(args: Context): Promise<void> {
     say(
       `Held-out at step ${step}: ${parts.join(', ')} (${sampled.prompts} prompts; best constant answer ${constant.toFixed(3)})`,
     );
-    for (const line of await orFatal(sampleLines(workers.tokenizer, sampled))) say(line);
+    for (const line of await orFatal(sampleLines(workers.tokenizer, sampled.samples, facts.stopTokenIds))) say(line);
   };
   const checkpoint = async () => {
     const path = await orFatal(
@@ -669,7 +674,11 @@ async function train(args: Context): Promise<void> {
     metrics.write(line);
     ledger.record({ kind: 'step', step });
     say(formatStep(line, numSteps));
-    health.check(line);
+    if (health.check(line) === 'flat') {
+      const samples = groups.slice(0, 2).map(({ prompt, rollouts }) => ({ prompt, rollout: rollouts[0] as Rollout }));
+      say('What was said in two of its rollouts:');
+      for (const text of await orFatal(sampleLines(workers.tokenizer, samples, facts.stopTokenIds))) say(text);
+    }
 
     if (options['ckpt.save_steps'] > 0 && step % options['ckpt.save_steps'] === 0) await checkpoint();
     if (options['eval.steps'] > 0 && step % options['eval.steps'] === 0 && step < numSteps && !stopper.signal)
@@ -680,7 +689,11 @@ async function train(args: Context): Promise<void> {
   if (savedAt !== step && (stopper.signal || !options['ckpt.disable_final_save'])) await checkpoint();
   if (!stopper.signal) await evaluateNow(true);
   if (promptLog.hasDropped) say(promptLog.summary('train', promptLog.totalRead));
-  say(stopper.signal ? `Stopped after step ${step}` : `Done: ${step} steps, policy version ${refit.version}`);
+  say(
+    stopper.signal
+      ? `Stopped after step ${step}, saved; the same command with --resume --run.dir ${runDir} goes on`
+      : `Done: ${step} steps, policy version ${refit.version}`,
+  );
   say(`Run directory ${runDir}`);
 }
 
@@ -704,16 +717,23 @@ async function probeRows(tokenizer: Worker, prompt: Prompt, vocabSize: number, m
   return [frames.ids.slice(0, maxLen), spread.slice(0, maxLen)].filter((row) => row.length > 1);
 }
 
-/** What the policy said to some prompts, one line each. */
-async function sampleLines(tokenizer: Worker, { samples }: Evaluation): Promise<string[]> {
-  const rows = samples.map(({ rollout }) => turnIds(rollout));
-  if (rows.flat().length === 0) return [];
-  const { fields } = await tokenizer.peer.request('decode', { skip_special: true }, flatRows(rows.flat()));
-  let at = 0;
+/** What was said in some rollouts, one line each. Stop tokens are left out, other markup of the policy is shown. */
+async function sampleLines(
+  tokenizer: Worker,
+  samples: Evaluation['samples'],
+  stopIds: readonly number[],
+): Promise<string[]> {
+  const rows = samples.map(({ rollout }) => saidRows(rollout, new Set(stopIds)));
+  const decode = async (policy: boolean) => {
+    const ids = rows.flat().filter((row) => row.policy === policy);
+    if (ids.length === 0) return [];
+    const frames = flatRows(ids.map((row) => row.ids));
+    return [...(await tokenizer.peer.request('decode', { skip_special: !policy }, frames)).fields.texts];
+  };
+  const texts = { true: await decode(true), false: await decode(false) };
   return samples.map(({ prompt, rollout }, i) => {
-    const turns = rows[i]?.length ?? 0;
-    at += turns;
-    return formatSample(prompt, rollout, fields.texts.slice(at - turns, at));
+    const said = (rows[i] ?? []).map(({ policy }) => ({ policy, text: texts[`${policy}`].shift() ?? '' }));
+    return formatSample(prompt, rollout, said);
   });
 }
 

@@ -112,7 +112,7 @@ const REINFORCE = [{ option: 'algo.advantage.estimator', is: ['reinforce'] }] as
 const WHITENED = [{ option: 'algo.advantage.estimator', is: ['reinforce', 'reinforce_baseline'] }] as const;
 const CORRECTED = [{ option: 'algo.advantage.is_correction_level', is: ['token'] }] as const;
 const DECAYING = [{ option: 'actor.lr_scheduler', is: ['linear', 'cosine'] }] as const;
-const EVALUATED = [{ option: 'eval.dataset', not: [''] }] as const;
+const EVALUATED = [{ option: 'eval.dataset', not: ['', 'none'] }] as const;
 const ENGINE_TORCH = [{ option: 'engine.kind', is: ['torch'] }] as const;
 const TRAINER_TORCH = [{ option: 'trainer.kind', is: ['torch'] }] as const;
 const FILES = [
@@ -218,7 +218,7 @@ export const OPTIONS = {
   'algo.advantage.estimator': choice(
     ['grpo', 'rloo', 'reinforce_baseline', 'dr_grpo', 'reinforce'],
     'grpo',
-    'rewards to advantages; formulas in estimators.ts',
+    'rewards to advantages; formulas in molt/estimators.ts',
   ),
   'algo.advantage.gamma': float(1, 'discount per token', { min: 0, max: 1, effect: REINFORCE }),
   'algo.advantage.no_whiten': bool(false, 'leave the advantages of the batch at their own mean and scale', {

@@ -336,7 +336,7 @@ function readItem(record: unknown, where: string, index: number, keys: Keys, pro
     const name = keys[field];
     if (keys.areColumns && name !== '' && !Object.hasOwn(columns, name)) {
       problems.add(
-        `${where}: no column ${name} (--data.${field}_key); it has ${Object.keys(columns).join(', ') || 'none'}`,
+        `${where}: no column ${name} (--data.${field}_key); it has ${Object.keys(columns).join(', ') || 'none'}${field === 'label' ? "; --data.label_key '' if there are no labels" : ''}`,
       );
     }
     return name !== '' && Object.hasOwn(columns, name) ? columns[name] : null;

@@ -118,7 +118,7 @@ describe('a rollout', () => {
     ['reset throws', 'agent_error', 'no such room'],
     ['step throws', 'agent_error', 'the lamp is broken'],
     ['nan reward', 'invalid_reward', 'expected a finite number'],
-    ['no result', 'agent_error', 'expected a Result'],
+    ['no result', 'agent_error', 'expected { reward, done, observation? }'],
   ])('whose environment does "%s" ends %s, says why, and has no reward', async (label, reason, detail) => {
     const rollout = await run(label);
     expect(rollout).toMatchObject({ reason, reward: null });

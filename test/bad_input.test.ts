@@ -112,6 +112,8 @@ afterAll(() => {
   rmSync(dir, { recursive: true, force: true });
 });
 
+const GOOD = '{"input": "a", "label": "b"}\n';
+
 interface Case {
   readonly name: string;
   /** Makes what the case needs, returns the command line. */
@@ -138,6 +140,21 @@ describe('an option', () => {
     ),
     on('unknown, no near name', '--zzz 1', /^--zzz 1: unknown option \(--help lists them all\)$/),
     on('abbreviated', '--train.num 3', /^--train\.num 3: unknown option/),
+    on(
+      'that belongs to the doctor',
+      '--doctor',
+      /^--doctor true: unknown option; the doctor is npx tsx molt\/launch\.ts --doctor RECIPE$/,
+    ),
+    on(
+      'given twice where a list is meant',
+      '--data.prompt_dataset a.jsonl --data.prompt_dataset b.jsonl',
+      /given 2 times, allowed once; several sources are one value with commas$/,
+    ),
+    {
+      name: 'data in place of the recipe',
+      args: () => [file('data/as_recipe.jsonl', GOOD)],
+      want: [/: a recipe is a \.ts or \.js module; data goes to --data\.prompt_dataset$/],
+    },
     on('by its last part', '--batch_size 3', /unknown option, did you mean --train\.batch_size\?/),
     on(
       'of another system',
@@ -341,7 +358,7 @@ describe('a recipe', () => {
     recipe(
       'without agent and prompts',
       `import { defineRecipe } from '${CONFIG}';\nexport default defineRecipe({ options: { ${SIMULATED} } });`,
-      /^--train\.agent_path '' .*: required, because the recipe does not export `agent`$/,
+      /^--train\.agent_path '' .*: required, because the recipe does not export `agent` \(it exports default\)$/,
       /^--data\.prompt_dataset '' .*: required/,
     ),
     recipe(
@@ -380,7 +397,7 @@ describe('an agent', () => {
     agent(
       'that is no function',
       'export const agent = { reset() {}, step() {} };',
-      /^--train\.agent_path: Agent agents\/\w+\.ts.*export `agent`/,
+      /^--train\.agent_path: Agent agents\/\w+\.ts: `agent` is an object, expected a class or a function/,
     ),
     agent(
       'whose constructor throws',
@@ -398,9 +415,14 @@ describe('an agent', () => {
       /^--train\.agent_path: Agent agents\/\w+\.ts.*(reset|Env)/,
     ),
     agent(
+      'that goes on without an observation',
+      `export class agent { reset() { return 'x'; } step() { return { reward: 0, done: false }; } }`,
+      /none of its first 64 rollouts .*step\(\) gave no observation with done false/,
+    ),
+    agent(
       'whose step returns nonsense',
       `export class agent { reset() { return 'x'; } step() { return 'right'; } }`,
-      /^--train\.agent_path agents\/\w+\.ts: none of its first 64 rollouts ended with a reward: .*step\(\) returned "right", expected a Result$/,
+      /^--train\.agent_path agents\/\w+\.ts: none of its first 64 rollouts ended with a reward: .*step\(\) returned "right", expected \{ reward, done, observation\? \}$/,
     ),
     agent(
       'whose reward is no number',
@@ -438,7 +460,6 @@ const promptsModule = (name: string, text: string, ...want: RegExp[]): Case => (
   args: () => [RECIPE, '--data.prompt_dataset', file(`data/${name.replaceAll(/\W/g, '_')}.ts`, text)],
   want,
 });
-const GOOD = '{"input": "a", "label": "b"}\n';
 
 describe('prompts', () => {
   const cases: Case[] = [
@@ -472,7 +493,7 @@ describe('prompts', () => {
       'without the label column',
       '{"input": "a", "answer": "b"}\n',
       '',
-      /line 1: no column label \(--data\.label_key\); it has input, answer$/,
+      /line 1: no column label \(--data\.label_key\); it has input, answer; --data\.label_key '' if there are no labels$/,
     ),
     data(
       'without the tools column',

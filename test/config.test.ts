@@ -88,7 +88,7 @@ describe('the table', () => {
     for (const name of optionNames()) expect(help.split(`  --${name} `).length, name).toBe(2);
     expect(help).toMatch(/\nTraining:\n {2}--train\.num_steps +an integer >= 1 \(default 100\)\n/);
     expect(help).toMatch(/\nCheckpoints:\n {2}--ckpt\.save_steps/);
-    expect(help).toContain('[when algo.advantage.estimator is reinforce]');
+    expect(help).toContain('[has an effect only when algo.advantage.estimator is reinforce]');
     for (const line of help.split('\n')) if (!line.startsWith('  --')) expect(line.length).toBeLessThanOrEqual(125);
   });
 
@@ -240,7 +240,8 @@ describe('reading', () => {
   });
 
   test('eval.dataset none switches evaluation off', async () => {
-    expect((await loadConfig([recipe(), '--eval.dataset', 'none'])).options['eval.dataset']).toBe('');
+    expect((await loadConfig([recipe(), '--eval.dataset', 'none'])).options['eval.dataset']).toBe('none');
+    expect(splitSources('none')).toEqual([]);
   });
 
   test('the recipe keeps its prepare function', async () => {

@@ -12,7 +12,7 @@ import {
   type PromptSet,
   PromptStream,
   promptsOf,
-  sharedInputs,
+  sharedPrompts,
 } from '../molt/data.ts';
 import type { Item } from '../molt/sources.ts';
 import type { Prompt } from '../molt/types.ts';
@@ -142,7 +142,12 @@ describe('sources', () => {
       'jsonl',
       [/line 1: no column input \(--data\.input_key\); it has question, label$/],
     ],
-    ['a missing label', '{"input": "a"}', 'jsonl', [/line 1: no column label \(--data\.label_key\); it has input$/]],
+    [
+      'a missing label',
+      '{"input": "a"}',
+      'jsonl',
+      [/line 1: no column label \(--data\.label_key\); it has input; --data\.label_key '' if there are no labels$/],
+    ],
     [
       'an input that is a number',
       '{"input": 3, "label": 1}',
@@ -589,7 +594,7 @@ describe('several sources', () => {
     symlinkSync(good, link);
     expect(await problemsOf([bad, good, 'none.json', link].join())).toEqual([
       `--data.prompt_dataset ${bad}: line 1: no column input (--data.input_key); it has none`,
-      `--data.prompt_dataset ${bad}: line 1: no column label (--data.label_key); it has none`,
+      `--data.prompt_dataset ${bad}: line 1: no column label (--data.label_key); it has none; --data.label_key '' if there are no labels`,
       '--data.prompt_dataset none.json: no such file',
       `--data.prompt_dataset ${link}: is named twice`,
     ]);
@@ -794,9 +799,9 @@ describe('the length filter', () => {
   });
 });
 
-test('inputs in both of two sets are counted', async () => {
+test('prompts in both of two sets are counted, where input and label are the same', async () => {
   const held = await load(file('{"input": "a", "label": 1}\n{"input": "b", "label": 2}'));
-  const trained = await load(file('{"input": "b", "label": 9}\n{"input": "c", "label": 2}'));
-  expect(sharedInputs(held, trained)).toBe(1);
-  expect(sharedInputs(held, held)).toBe(2);
+  const trained = await load(file('{"input": "b", "label": 2}\n{"input": "a", "label": 2}'));
+  expect(sharedPrompts(held, trained)).toBe(1);
+  expect(sharedPrompts(held, held)).toBe(2);
 });

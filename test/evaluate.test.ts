@@ -1,5 +1,5 @@
 import { expect, test } from 'vitest';
-import { constantBest, formatSample, turnIds } from '../molt/evaluate.ts';
+import { constantBest, formatSample, saidRows } from '../molt/evaluate.ts';
 import type { Prompt, Rollout, Trajectory } from '../molt/types.ts';
 
 test('constantBest is the share of the most frequent label, whatever its type', () => {
@@ -33,17 +33,24 @@ const ROLLOUT: Rollout = {
 };
 const PROMPT: Prompt = { source: 's', epoch: 0, index: 0, input: 'What is\nthis?', label: null, tools: null };
 
-test('turnIds gives what the policy sampled, a row per turn', () => {
-  expect(turnIds(ROLLOUT)).toEqual([Int32Array.of(90, 2), Int32Array.of(91, 92)]);
-  expect(turnIds({ ...ROLLOUT, trajectories: [] })).toEqual([]);
+test('saidRows cuts a rollout into turns of the policy and what was put between them, without the stop token', () => {
+  expect(saidRows(ROLLOUT, new Set([2]))).toEqual([
+    { policy: true, ids: Int32Array.of(90) },
+    { policy: false, ids: Int32Array.of(50) },
+    { policy: true, ids: Int32Array.of(91, 92) },
+  ]);
+  expect(saidRows({ ...ROLLOUT, trajectories: [] }, new Set([2]))).toEqual([]);
 });
 
-test('formatSample is one line: the prompt, every turn, the score and an ending other than done', () => {
-  expect(formatSample(PROMPT, ROLLOUT, ['A "fox"\n', 'no'])).toBe(
-    '  What is\\nthis? -> A "fox"\\n -> no   (reward 0.5)',
+const said = (policy: boolean, text: string) => ({ policy, text });
+
+test('formatSample is one line: the prompt, what was said, the score and an ending other than done', () => {
+  const parts = [said(true, 'A "fox"\n'), said(false, '\nuser\nlower\n'), said(true, '')];
+  expect(formatSample(PROMPT, ROLLOUT, parts)).toBe(
+    '  What is\\nthis? -> A "fox"\\n -> [user\\nlower] -> (nothing)   (reward 0.5)',
   );
   const lost: Rollout = { ...ROLLOUT, reason: 'engine_lost', reward: null, score: null };
-  expect(formatSample(PROMPT, lost, [])).toBe('  What is\\nthis?   (reward none, engine_lost)');
+  expect(formatSample(PROMPT, lost, [])).toBe('  What is\\nthis?   (reward none, ended by engine_lost)');
 });
 
 test('formatSample shows the end of a long prompt, of messages the last one, and the start of a long turn', () => {
@@ -51,7 +58,7 @@ test('formatSample shows the end of a long prompt, of messages the last one, and
     { role: 'system', content: 'Be brief.' },
     { role: 'user', content: `${'x'.repeat(200)} the end` },
   ];
-  const line = formatSample({ ...PROMPT, input: messages }, ROLLOUT, [`the start ${'y'.repeat(200)}`]);
+  const line = formatSample({ ...PROMPT, input: messages }, ROLLOUT, [said(true, `the start ${'y'.repeat(200)}`)]);
   expect(line).toMatch(/^ {2}\.\.\.x+ the end -> the start y+\.\.\. {3}\(reward 0\.5\)$/);
   expect(line.length).toBeLessThan(240);
 });

@@ -22,6 +22,10 @@ test('every block says whether it is run, and there are some', () => {
   expect(blocks.filter(({ mark }) => mark?.startsWith('file: ')).length).toBeGreaterThanOrEqual(2);
 });
 
+test('nothing is left to be filled in', () => {
+  expect(readFileSync('README.md', 'utf8')).not.toMatch(/@@|TODO|TBD/);
+});
+
 test('the agent has 20 lines at most', () => {
   const agent = blocks.find(({ mark }) => mark === 'file: scripts/mine.ts');
   expect(agent?.text.trim().split('\n').length).toBeLessThanOrEqual(20);

@@ -171,10 +171,10 @@ def hooked(replacement) -> Iterator[None]:
         setattr(mixin, HOOK, original)
 
 
-def device_named(name: str) -> str:
+def device_named(name: str, option: str) -> str:
     """auto = cuda where there is one. Raises ModelError."""
     if name == "cuda" and not torch.cuda.is_available():
-        raise ModelError(f"Cannot use device cuda: torch {torch.__version__} sees no GPU here")
+        raise ModelError(f"--{option} cuda: torch {torch.__version__} sees no GPU here")
     return ("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else name
 
 

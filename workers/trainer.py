@@ -341,7 +341,7 @@ def open_group(options: dict[str, Any]) -> None:
 
 def main(runtime: Runtime) -> None:
     try:
-        options = runtime.options | {"device": device_named(runtime.options["device"])}
+        options = runtime.options | {"device": device_named(runtime.options["device"], "trainer.device")}
         open_group(options)
         trainer = Trainer(options)
     except (ModelError, OSError, ValueError) as error:
