@@ -423,8 +423,8 @@ describe('refusing', () => {
       '--train.num_steps "5" (recipe): must be an integer >= 1',
       '--train.nun_steps 5 (recipe): unknown option, did you mean --train.num_steps?',
       '--rollout.max_turns 0: must be an integer >= 1',
-      "--train.agent_path '' (default): required, because the recipe does not export `agent`",
-      "--data.prompt_dataset '' (default): required, because the recipe does not export `prompts`",
+      "--train.agent_path '' (default): required, because the recipe does not export `agent` (it exports default)",
+      "--data.prompt_dataset '' (default): required, because the recipe does not export `prompts` (it exports default)",
       '--engine.kind vllm: not available in this version, and installing vllm does not help yet: engines are torch or simulated',
     ]);
   });
