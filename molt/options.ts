@@ -336,7 +336,7 @@ export const OPTIONS = {
   'trainer.device': choice(['auto', 'cpu', 'cuda'], 'auto', 'where trainer ranks run; auto = cuda when there is one', {
     effect: TRAINER_TORCH,
   }),
-  'trainer.num_threads': int(0, 'CPU threads of a rank; 0 = its share of the cores, at most 8, as sampling rests', {
+  'trainer.num_threads': int(1, 'CPU threads of a rank; 0 = its share of the cores, at most 8, as sampling rests', {
     min: 0,
     max: 1024,
     effect: TRAINER_TORCH,

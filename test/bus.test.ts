@@ -299,6 +299,44 @@ describe('requests', () => {
     expect(order).toEqual(['reply', 'tokens']);
   });
 
+  test('messages made together travel together, and in order', async () => {
+    const bus = await listen();
+    const { peer, raw } = await connected(bus);
+    const answered = Promise.all([peer.request('ping', {}), peer.request('stats', {}), peer.request('ping', {})]);
+    const first = await raw.next();
+    expect([first, ...raw.arrived].map(({ kind }) => kind)).toEqual(['ping', 'stats', 'ping']);
+    const ids = [first, ...raw.arrived].map(({ id }) => id as number);
+    await raw.ok(ids[0] as number, 'ping');
+    await raw.ok(ids[1] as number, 'stats', { stats: {} });
+    await raw.ok(ids[2] as number, 'ping');
+    await answered;
+  });
+
+  test('a reply and the event behind it in one ZeroMQ message are handled apart', async () => {
+    const bus = await listen();
+    const { peer, raw } = await connected(bus);
+    const order: string[] = [];
+    peer.on('heartbeat', () => order.push('event'));
+    const done = peer.request('ping', {}).then(() => order.push('reply'));
+    const ok = encode({ kind: 'ok', seq: raw.seq++, re: await raw.nextId('ping'), fields: {} }, 'ping');
+    const beat = encode({ kind: 'heartbeat', seq: raw.seq++, fields: { received: 0, stats: {} } });
+    await raw.socket.send([...ok, ...beat]);
+    await done;
+    await roundTrip(peer, raw);
+    expect(order).toEqual(['reply', 'event']);
+  });
+
+  test('what stands before a malformed message is handled, what stands behind it is not', async () => {
+    const bus = await listen();
+    const { peer, raw } = await connected(bus);
+    const beat = () => encode({ kind: 'heartbeat', seq: raw.seq++, fields: { received: 0, stats: {} } });
+    const beats: number[] = [];
+    peer.on('heartbeat', ({ received }) => beats.push(received));
+    await raw.socket.send([...beat(), Buffer.from([0xc1]), ...beat()]);
+    expect((await peer.lost).message).toContain('Header is not msgpack');
+    expect(beats).toEqual([0]);
+  });
+
   test('a reply to an unknown id is counted and changes nothing', async () => {
     const bus = await listen();
     const { peer, raw } = await connected(bus);

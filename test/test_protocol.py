@@ -140,3 +140,16 @@ def test_text_that_is_not_unicode_is_an_error_of_the_sender():
 
 def test_parts_are_framed_by_their_length():
     assert unframe_parts(struct.pack("<I", 1) + b"a" + struct.pack("<I", 0)) == [b"a", b""]
+
+
+def test_messages_back_to_back_come_apart_one_by_one():
+    ids = np.arange(3, dtype=np.int32)
+    score = protocol.encode("score", 4, {}, {"ids": ids, "lengths": ids[:1]}, id=1)
+    ping = protocol.encode("ping", 5, {}, id=2)
+    both = protocol.decode_all([*score, *ping, *score], lambda re: None)
+    assert [(message.kind, message.seq) for message in both] == [("score", 4), ("ping", 5), ("score", 4)]
+    assert both[2].frames["ids"].tolist() == [0, 1, 2]
+    opened = protocol.open_messages([*ping, b"\xc1", *ping])
+    assert next(opened).kind == "ping"
+    with pytest.raises(protocol.ProtocolError):
+        next(opened)
