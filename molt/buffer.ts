@@ -8,7 +8,8 @@
  * Invariants
  *   1. admitted = running + waiting + training + trained + dropped, always.
  *   2. capacity = (max_staleness + 1) * batch - (running + waiting + training). The policy version is not in it,
- *      so a skipped step can never shrink it.
+ *      so a skipped step can never shrink it. Groups whose turns are held until the next refit may be admitted as if
+ *      the batch in training were gone (`heldCapacity`): no token of theirs is of the version before.
  *   3. Only whole groups leave: a group is decided once, when its last member has ended.
  * Called by loop.ts. Pure: no I/O, no clock.
  */
@@ -49,6 +50,9 @@ export class Buffer {
   get capacity(): number {
     return (this.#maxStaleness + 1) * this.#batch - (this.#running.size + this.#waiting.length + this.#training.length);
   }
+  get heldCapacity(): number {
+    return this.capacity + this.#training.length;
+  }
   get ready(): boolean {
     return this.#waiting.length >= this.#batch;
   }
@@ -64,8 +68,8 @@ export class Buffer {
     };
   }
 
-  admit(groupId: string, prompt: Prompt): void {
-    invariant(this.capacity > 0, `no capacity for group ${groupId}`);
+  admit(groupId: string, prompt: Prompt, isHeld = false): void {
+    invariant((isHeld ? this.heldCapacity : this.capacity) > 0, `no capacity for group ${groupId}`);
     invariant(!this.#running.has(groupId), `group ${groupId} admitted twice`);
     this.#running.set(groupId, { prompt, ended: [] });
     this.#numbers.set(groupId, this.#admitted++);

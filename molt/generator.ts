@@ -92,6 +92,7 @@ export class Generator {
   readonly #restarts = new Map<number, number>(); // by engine index
   #starting = 0; // restarts under way
   #closed = false;
+  #held = false;
   #reject: (error: Error) => void = () => {};
   /** Rejects when sampling cannot go on: no engine is left and none may be started. Never resolves. */
   readonly failed: Promise<never>;
@@ -173,9 +174,20 @@ export class Generator {
       this.#live.set(keyOf(request), live);
       this.#queue.push(live);
       this.promptTokens += request.prompt.length;
-      this.#busySince ??= performance.now();
+      if (!this.#held) this.#busySince ??= performance.now();
       this.#pump();
     });
+  }
+
+  /** Turns that come from now on wait here, whatever engines could do, until `release`. */
+  hold(): void {
+    this.#held = true;
+  }
+
+  release(): void {
+    this.#held = false;
+    if (this.#live.size > 0) this.#busySince ??= performance.now();
+    this.#pump();
   }
 
   /** End a turn with what it has. No effect when it has already ended. */
@@ -224,7 +236,7 @@ export class Generator {
   // ---- Sending ----
 
   #pump(): void {
-    while (this.#queue.length > 0) {
+    while (this.#queue.length > 0 && !this.#held) {
       const engine = this.#choose(this.#queue[0] as Live);
       if (!engine) return;
       const live = this.#queue.shift() as Live;

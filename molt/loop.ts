@@ -444,12 +444,12 @@ async function train(args: Context): Promise<void> {
   let hasTrained = false; // a step in this process
 
   /** Admit prompts while there is capacity. Every rollout that ends is booked and wakes the loop. */
-  const admit = () => {
-    while (buffer.capacity > 0) {
+  const admit = (isHeld = false) => {
+    while ((isHeld ? buffer.heldCapacity : buffer.capacity) > 0) {
       const prompt = stream.next();
       promptLog.read++;
       const groupId = `g${dispatched++}`;
-      buffer.admit(groupId, prompt);
+      buffer.admit(groupId, prompt, isHeld);
       ledger.record({
         kind: 'dispatched',
         groupId,
@@ -554,12 +554,14 @@ async function train(args: Context): Promise<void> {
     );
     for (const line of await orFatal(sampleLines(workers.tokenizer, sampled.samples, facts.stopTokenIds))) say(line);
   };
+  /** Where a resumed run goes on: before prompts that were given out for a step that is not done. */
+  let goOn = { data: stream.position, dispatched };
   const checkpoint = async () => {
     const path = await orFatal(
       saveCheckpoint({
         runDir,
         trainer,
-        state: { step, version: refit.version, data: stream.position, heldOutHash, dispatched },
+        state: { step, version: refit.version, heldOutHash, ...goOn },
         keep: options['ckpt.max_num'],
         exportHf: options['ckpt.save_hf'],
       }),
@@ -592,7 +594,16 @@ async function train(args: Context): Promise<void> {
     const begun = performance.now();
     const groups = await nextBatch();
     const generated = performance.now();
-    stream.ahead(batchSize).catch(() => {}); // meanwhile, for the next batch, which comes upon the error again
+    const promptMetrics = promptLog.takeStep();
+    goOn = { data: stream.position, dispatched };
+    // The next batch begins while this one is trained: agents make their prompts, which are rendered. Sampling waits for
+    // the refit.
+    const isEvaluated = options['eval.steps'] > 0 && (step + 1) % options['eval.steps'] === 0;
+    if (step + 1 < numSteps && !isEvaluated && !stopper.signal && stream.isAhead(batchSize)) {
+      generator.hold();
+      admit(true);
+    }
+    stream.ahead(2 * batchSize).catch(() => {}); // meanwhile, for what comes then, which comes upon the error again
 
     // Credit
     const { samples, metrics: creditMetrics } = credit(groups, {
@@ -665,9 +676,10 @@ async function train(args: Context): Promise<void> {
       restarts: generator.restarts + dispatch.restarts,
       retries: bus.counters.retries ?? 0,
       dummy_micro_batches: plan.numDummies,
-      ...promptLog.takeStep(),
+      ...promptMetrics,
       ...Object.fromEntries([...drops].map(([reason, count]) => [`dropped_${reason}`, count])),
     };
+    generator.release();
     lag.reset();
     drops.clear();
     progress.clear();
