@@ -60,12 +60,20 @@ function readJson(text: string): unknown {
 
 type Split = 'train' | 'heldout';
 const COUNT = { train: 2000, heldout: 100 };
+/** Many, or the policy learns them by heart instead of copying. */
 const NAMES = {
-  train: 'Anna Ben Clara David Emma Frank Grace Henry Iris Jack Kate Liam Mia Noah Olga Paul'.split(' '),
+  train: `Anna Ben Clara David Emma Frank Grace Henry Iris Jack Kate Liam Mia Noah Olga Paul Adam Bella Carl Diana
+    Edward Fiona George Helen Ivan Julia Kevin Laura Martin Nina Oscar Petra Quentin Ruth Stefan Tanya Ursula Vera
+    Walter Yvonne Zoe Arthur Bruno Cecilia Daniel Elena Felix Gloria Hugo Ingrid Jonas Karin Lucas Monica Nathan
+    Oliver Paula Robert Sarah Thomas Wendy Albert Bianca Christian`.split(/\s+/),
   heldout: 'Rosa Sam Tina Victor Alice Peter Maria Simon'.split(' '),
 };
 const CITIES = {
-  train: 'Paris London Rome Berlin Madrid Oslo Vienna Lisbon Athens Milan Boston Chicago Tokyo Cairo'.split(' '),
+  train: `Paris London Rome Berlin Madrid Oslo Vienna Lisbon Athens Milan Boston Chicago Tokyo Cairo Amsterdam Ankara
+    Atlanta Baghdad Bangkok Barcelona Beijing Belgrade Bogota Bristol Brussels Budapest Calgary Cologne Copenhagen
+    Delhi Detroit Dresden Edinburgh Florence Glasgow Hamburg Hanoi Havana Helsinki Houston Istanbul Jakarta Kyoto
+    Lagos Leeds Lima Liverpool Lyon Manchester Manila Memphis Miami Montreal Mumbai Munich Nairobi Naples Orlando
+    Oxford Phoenix Seattle Toronto Venice Zurich`.split(/\s+/),
   heldout: 'Dublin Prague Warsaw Denver Dallas Sydney Moscow Geneva'.split(' '),
 };
 const FORMS: readonly ((name: string, age: number, city: string) => string)[] = [
@@ -123,10 +131,11 @@ export const SMOLLM2 = {
   'actor.adam.lr': 2e-5,
   'actor.adam.betas': [0.9, 0.95],
   'actor.lr_warmup_ratio': 0,
+  'actor.lr_scheduler': 'linear',
   'eval.show_samples': 3,
 } as const satisfies Partial<Options>;
 
 export default defineRecipe({
-  options: { ...SMOLLM2, 'train.num_steps': 15, 'rollout.max_new_tokens': 32, 'data.max_len': 128 },
+  options: { ...SMOLLM2, 'train.num_steps': 10, 'rollout.max_new_tokens': 32, 'data.max_len': 128 },
   prepare: preparePolicy,
 });

@@ -63,7 +63,7 @@ export default defineRecipe({
     ...SMOLLM2,
     'data.prompt_dataset': `${PROMPTS} --size 2000`,
     'eval.dataset': `${PROMPTS} --heldout-size 100`,
-    'train.num_steps': 15,
+    'train.num_steps': 10,
     'rollout.max_new_tokens': 12,
     'data.max_len': 192,
   },
