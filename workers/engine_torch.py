@@ -107,7 +107,8 @@ def main() -> None:
 
     disable_progress_bar()  # it would fill the log
     try:
-        model = load_model(options["model_path"], options["dtype"], device_named(options["device"], "engine.device"))
+        device = device_named(options["device"], "engine.device")
+        model = load_model(options["model_path"], options["dtype"], device)
     except (ModelError, OSError, ValueError) as error:
         runtime.refuse_input(error)
     sizes = {name: options[name] for name in ("max_requests", "max_len", "prefill_tokens")}
