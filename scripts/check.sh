@@ -26,7 +26,7 @@ step python-types $python -m pyright --project workers/pyproject.toml
 
 echo '---- vitest'
 # Two files at a time even on two cores: most of their time they wait for processes to start.
-npx vitest run --maxWorkers="$(node -p 'Math.max(2, os.availableParallelism() - 1)')" --reporter=default --reporter=json --outputFile.json="$work/vitest.json"
+npx vitest run --testTimeout=60000 --maxWorkers="$(node -p 'Math.max(2, os.availableParallelism() - 1)')" --reporter=default --reporter=json --outputFile.json="$work/vitest.json"
 vitest_status=$?
 if [ -f "$work/vitest.json" ]; then
   read -r p f s < <(node -e 'const r = JSON.parse(require("fs").readFileSync(process.argv[1])); console.log(r.numPassedTests, r.numFailedTests, r.numPendingTests)' "$work/vitest.json")
