@@ -89,9 +89,9 @@ describe('simulated workers', () => {
   });
 
   test('a script with unknown words does not start', async () => {
-    await expect(startEngine('engine-u', { latency: {} })).rejects.toThrow('Unknown key of script: latency');
+    await expect(startEngine('engine-u', { latency: {} })).rejects.toThrow('unknown key latency, allowed are');
     const failures = [{ what: 'explode', on: 'step', nth: 1 }];
-    await expect(startEngine('engine-v', { failures })).rejects.toThrow('Unknown failure: explode');
+    await expect(startEngine('engine-v', { failures })).rejects.toThrow('unknown failure explode, allowed are');
   });
 
   test('trainer ranks in separate processes are refused', async () => {
