@@ -905,6 +905,9 @@ class Script:
     def reply_error(self, request, exc) -> None:
         self.said.append((request.kind, exc))
 
+    def refuse_input(self, reason) -> None:
+        raise SystemExit(str(reason))
+
     def send(self, kind, fields, frames) -> None:
         protocol.prepare(kind, fields, frames)
         self.said.append((kind, [ended["reason"] for ended in fields["ended"]]))
