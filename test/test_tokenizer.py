@@ -731,9 +731,9 @@ def test_the_worker_answers_batches_over_the_wire_and_ends_on_stop(toy, start):
     assert controller.process.wait(timeout=30) == 0
 
 
-def test_the_worker_without_a_template_says_so_in_one_line_and_exits_1(tmp_path, start):
+def test_the_worker_without_a_template_says_so_in_one_line_and_exits_as_for_bad_input(tmp_path, start):
     controller = start(save_toy(tmp_path, ""))
-    assert controller.process.wait(timeout=60) == 1
+    assert controller.process.wait(timeout=60) == 4
     lines = controller.process.stderr.read().decode().splitlines()
     assert lines[-1] == f"Cannot use {tmp_path}: its tokenizer has no chat template"
     assert not any("Traceback" in line for line in lines)
