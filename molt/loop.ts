@@ -71,6 +71,7 @@ const PROBE_IDS = 48;
 interface Stopper {
   signal: 'SIGINT' | 'SIGTERM' | null;
   hasSteps: boolean; // there is something to finish and to save
+  hasTrained: boolean; // a step in this process: what fails from here on is no bad input
   onFirst: () => void;
 }
 const EXIT_CODES = { SIGINT: 130, SIGTERM: 143 } as const;
@@ -196,7 +197,7 @@ async function withWorkers(
   runDir: string,
   work: (context: Context) => Promise<number>,
 ): Promise<number> {
-  const { argv, config, from } = prepared;
+  const { argv, config } = prepared;
   const bus = await Bus.listen({ port: config.options['launch.port'] });
   const launcher = new Launcher({
     bus,
@@ -224,7 +225,7 @@ async function withWorkers(
     code = await work({ ...prepared, runDir, bus, workers, ledger, stopper, progress });
   } catch (error) {
     progress.clear();
-    if (error instanceof ConfigError) code = refused(error);
+    if (error instanceof ConfigError && !stopper.hasTrained) code = refused(error);
     else if (launcher.refusals.length > 0)
       code = refused(new ConfigError(refusalLines(launcher.refusals, config.options)));
     else {
@@ -244,7 +245,8 @@ async function withWorkers(
       console.error(messageOf(error)); // of the disk that stopped the run
     }
     closeRunDir(runDir);
-    if (code === 2 && from === null && !process.env.MOLT_DEBUG) {
+    // A resumed run keeps its directory, even one without a checkpoint: what was recorded there is not ours to remove.
+    if (code === 2 && !config.options['run.resume'] && !process.env.MOLT_DEBUG) {
       discardRunDir(runDir);
       say(`Nothing was trained; ${runDir} is removed`);
     }
@@ -263,7 +265,7 @@ function refusalLines(refusals: readonly string[], options: Options): string[] {
  * Ctrl-C in a terminal reaches us up to three times within milliseconds: from the terminal, and again through npm and tsx.
  */
 function listenForSignals(launcher: Launcher, runDir: string): Stopper {
-  const stopper: Stopper = { signal: null, hasSteps: false, onFirst: () => {} };
+  const stopper: Stopper = { signal: null, hasSteps: false, hasTrained: false, onFirst: () => {} };
   let firstAt = 0;
   for (const signal of ['SIGINT', 'SIGTERM'] as const) {
     process.on(signal, () => {
@@ -441,7 +443,6 @@ async function train(args: Context): Promise<void> {
   const failures = new FailureWindow(options['rollout.max_failure_rate'], options['train.agent_path']);
   const drops = new Map<string, number>();
   let wake: () => void = () => {};
-  let hasTrained = false; // a step in this process
 
   /** Admit prompts while there is capacity. Every rollout that ends is booked and wakes the loop. */
   const admit = (isHeld = false) => {
@@ -492,7 +493,7 @@ async function train(args: Context): Promise<void> {
         continue; // rollouts may have ended meanwhile
       }
       admit();
-      failures.check(hasTrained);
+      failures.check(stopper.hasTrained);
       const { running, waiting } = buffer.counts;
       progress.show(`step ${step + 1}: ${waiting}/${batchSize} groups, ${running} running`, waiting / batchSize);
       await orFatal(
@@ -518,7 +519,7 @@ async function train(args: Context): Promise<void> {
         samples: options['eval.show_samples'],
         name: `eval${step}${name}`,
         onRollout: (rollout, done, of) => {
-          if (!hasTrained && !stopper.signal) failures.add(rollout);
+          if (!stopper.hasTrained && !stopper.signal) failures.add(rollout);
           progress.show(`evaluation ${name}: ${done}/${of}`, done / of);
         },
       }),
@@ -575,7 +576,7 @@ async function train(args: Context): Promise<void> {
 
   if (!from && options['eval.eval_at_start']) {
     await evaluateNow(true);
-    failures.check(hasTrained);
+    failures.check(stopper.hasTrained);
   }
 
   // Steps
@@ -645,7 +646,7 @@ async function train(args: Context): Promise<void> {
     }
     invariant(result, 'train.max_epochs is at least 1');
     buffer.trained();
-    hasTrained = true;
+    stopper.hasTrained = true;
     const trained = performance.now();
 
     // Refit

@@ -437,6 +437,20 @@ describe('failures', () => {
   );
 
   test(
+    'a resumed run that is refused keeps what was recorded, checkpoint or not',
+    async () => {
+      const none = ['--eval.dataset', 'none', '--train.num_steps', '1'];
+      const first = run('kept', ...none, '--ckpt.disable_final_save');
+      expect(await first.exit, first.out).toBe(0);
+      const again = run('kept', ...none, '--resume', '--data.prompt_dataset', failing('step_throws'));
+      expect(await again.exit, again.out).toBe(2);
+      expect(existsSync(join(dir, 'kept', 'metrics.1.jsonl'))).toBe(true);
+      expect(existsSync(join(dir, 'kept', 'config.json'))).toBe(true);
+    },
+    LIMIT_MS,
+  );
+
+  test(
     'members that fail are left out and counted, the rest of their group is trained',
     async () => {
       const it = run(
