@@ -88,6 +88,11 @@ export function newestCheckpoint(runDir: string): Checkpoint | null {
   return null;
 }
 
+/** Step of the oldest checkpoint that is kept: a resume never needs what came before it. */
+export function oldestCheckpointStep(runDir: string): number {
+  return stepDirectories(runDir)[0]?.step ?? 0;
+}
+
 /** What is wrong with a checkpoint directory, null when it is complete. */
 function incomplete(path: string): string | null {
   const manifest = join(path, 'manifest.json');

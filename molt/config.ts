@@ -63,16 +63,32 @@ const CHECKS: readonly Check[] = [
         : null,
   },
   {
-    options: ['train.max_staleness'],
+    options: ['train.max_staleness', 'algo.advantage.is_correction_level'],
     problem: (o) =>
-      o['train.max_staleness'] > 0 ? 'asynchronous training is not available in this version, allowed is 0' : null,
+      o['train.max_staleness'] > 0 && o['algo.advantage.is_correction_level'] === 'off'
+        ? 'tokens of older versions need importance correction (--algo.advantage.is_correction_level token)'
+        : null,
   },
   {
-    options: ['train.partial_rollout_enable', 'algo.advantage.is_correction_level'],
+    options: ['data.num_epochs', 'data.prompt_probs'],
+    problem: (o) =>
+      o['data.num_epochs'] > 0 && o['data.prompt_probs'].length > 0
+        ? 'an epoch is not defined for sources with weights'
+        : null,
+  },
+  {
+    options: ['algo.dynamic_filtering_range'],
     problem: (o) => {
-      if (!o['train.partial_rollout_enable']) return null;
-      const corrected = o['algo.advantage.is_correction_level'] !== 'off';
-      return `${corrected ? '' : 'needs importance correction (--algo.advantage.is_correction_level token), and '}is not available in this version: sampling and training take turns`;
+      const [low, high] = o['algo.dynamic_filtering_range'];
+      return low < high ? null : `the lower end ${low} must be below the upper end ${high}`;
+    },
+  },
+  {
+    options: ['run.replay', 'run.resume'],
+    problem: (o) => {
+      if (o['run.replay'] === '') return null;
+      if (o['run.resume']) return 'replays into a new directory, --resume goes on with an old one';
+      return existsSync(join(o['run.replay'], 'ledger')) ? null : `no ledger in ${o['run.replay']}`;
     },
   },
   {
@@ -302,9 +318,10 @@ async function parseCommandLine(argv: readonly string[], problems: string[]): Pr
     .fail((message, error) => void complaints.push(message || messageOf(error)))
     .command('$0 [recipe]', 'run a recipe', (command) => command.positional('recipe', { type: 'string' }))
     .option('help', { type: 'boolean', alias: 'h' })
-    .option('run.resume', { type: 'string', alias: 'resume' });
+    .option('run.resume', { type: 'string', alias: 'resume' })
+    .option('run.replay', { type: 'string', alias: 'replay' });
   for (const name of optionNames()) {
-    if (name === 'run.resume') continue;
+    if (name === 'run.resume' || name === 'run.replay') continue;
     parser.option(name, OPTIONS[name].type === 'pair' ? { type: 'array', string: true } : { type: 'string' });
   }
 

@@ -128,12 +128,16 @@ interface Lane {
   readonly orders: Map<number, Int32Array>; // by epoch, the last two made
 }
 
-/** Prompts without end. Without `filter` everything is given out; with it, await `ahead(n)` before n times `next`. */
+/**
+ * Prompts without end, or of so many epochs. Without `filter` everything is given out; with it, await `ahead(n)` before n
+ * times `next`.
+ */
 export class PromptStream {
   readonly #set: PromptSet;
   readonly #seed: number;
   readonly #shuffle: boolean;
   readonly #weights: readonly number[];
+  readonly #epochs: number;
   readonly #items: readonly Item[]; // of all sources
   readonly #lanes: readonly Lane[];
   #cursors: Cursor[];
@@ -141,15 +145,21 @@ export class PromptStream {
   #lengths: Lengths | null = null;
   #measuring: Promise<void> | null = null;
 
-  /** `weights`: one for each source, or none. */
+  /** `weights`: one for each source, or none. `epochs`: 0 = without end. */
   constructor(
     set: PromptSet,
-    args: { readonly seed: number; readonly shuffle: boolean; readonly weights: readonly number[] },
+    args: {
+      readonly seed: number;
+      readonly shuffle: boolean;
+      readonly weights: readonly number[];
+      readonly epochs?: number;
+    },
   ) {
     this.#set = set;
     this.#seed = args.seed;
     this.#shuffle = args.shuffle;
     this.#weights = args.weights;
+    this.#epochs = args.epochs || Number.POSITIVE_INFINITY;
     this.#items = [...itemsOf(set)];
     this.#lanes = lanesOf(set, args.weights, `seed ${args.seed}`);
     this.#cursors = this.#lanes.map(() => ({ epoch: 0, index: 0, given: 0 }));
@@ -166,11 +176,35 @@ export class PromptStream {
     return this.#items.length;
   }
 
-  next(): Prompt {
+  /** The prompt that a group was made of: the same content at the same place, or null. */
+  find(at: {
+    readonly source: string;
+    readonly index: number;
+    readonly epoch: number;
+    readonly hash: string;
+  }): Prompt | null {
+    const { items } = this.#set.sources.find(({ name }) => name === at.source) ?? {};
+    const item = items?.find(({ index }) => index === at.index);
+    if (!item) return null;
+    const prompt = { source: at.source, epoch: at.epoch, ...item };
+    return this.hashOf(prompt) === at.hash ? prompt : null;
+  }
+
+  /** Of what it says, wherever it stands. */
+  hashOf({ input, label, tools }: Prompt): string {
+    return createHash('sha256')
+      .update(JSON.stringify([input, label, tools]))
+      .digest('hex')
+      .slice(0, 16);
+  }
+
+  /** Null when all epochs are over. */
+  next(): Prompt | null {
     const turn = turnOf(this.#lanes, this.#cursors);
     const [lane, cursor] = [this.#lanes[turn] as Lane, this.#cursors[turn] as Cursor];
     this.#misfits[turn] = 0;
     for (;;) {
+      if (this.#isOver(lane, cursor)) return null;
       const at = this.#pass(lane, cursor);
       const prompt = { source: this.#sourceOf(at), epoch: cursor.epoch, ...(this.#items[at] as Item) };
       const length = this.#lengths?.of(at);
@@ -182,6 +216,10 @@ export class PromptStream {
       cursor.given += 1;
       return prompt;
     }
+  }
+
+  #isOver(lane: Lane, { epoch, index }: Cursor): boolean {
+    return epoch + (index === lane.length ? 1 : 0) >= this.#epochs;
   }
 
   /** Passes one prompt of a lane; which one of all. */
@@ -258,6 +296,10 @@ export class PromptStream {
         if (isFirst) this.#misfits[turn] = passed;
         // Two epochs hold a whole one, in which every prompt came by.
         if (passed === 2 * lane.length) throw this.#noneFits(lane, lengths);
+        if (this.#isOver(lane, cursor)) {
+          if (given === 0 && wanted.size === 0 && this.#cursors[turn]?.given === 0) throw this.#noneFits(lane, lengths);
+          return [...wanted];
+        }
         const at = this.#pass(lane, cursor);
         const length = lengths.of(at);
         if (length !== null && !lengths.fits(length)) continue;

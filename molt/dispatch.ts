@@ -9,16 +9,18 @@
  *      then ends `runner_lost`.
  * Called by loop.ts and evaluate.ts. Talks to runner.ts (protocol.ts: start, turn, abort_turn, rollout_done).
  */
-import type { Peer } from './bus.ts';
-import type { Generator } from './generator.ts';
+import { crc32 } from 'node:zlib';
+import type { Generator, TurnResult } from './generator.ts';
 import type { Launcher, Worker, WorkerSpec } from './launch.ts';
 import { lastWords } from './launch.ts';
 import type { Fields, Frames } from './protocol.ts';
+import type { Tokenizer } from './tokenizer.ts';
 import {
   END_REASONS,
   type EndReason,
   invariant,
   type Prompt,
+  type Proof,
   type Rollout,
   type Sampling,
   type Span,
@@ -45,10 +47,13 @@ interface Running {
   attempt: number;
   runner: Worker | null;
   readonly turns: Set<number>; // being sampled now
+  proofs: Proof[]; // of the turns of this attempt
+  since: number; // performance.now() of its last beginning or end of something
 }
 
 export interface DispatchHooks {
   readonly version: () => number; // policy version now
+  readonly recorded: () => Promise<void>; // what has ended so far is on the disk
   readonly event: (name: string, detail: Record<string, string | number>) => void;
 }
 
@@ -56,7 +61,7 @@ export class Dispatch {
   readonly #launcher: Launcher;
   readonly #spec: (index: number) => WorkerSpec;
   readonly #generator: Generator;
-  readonly #tokenizer: () => Peer;
+  readonly #tokenizer: Tokenizer;
   readonly #hooks: DispatchHooks;
   readonly #maxRestarts: number;
   readonly #runners = new Map<number, Worker>();
@@ -72,7 +77,7 @@ export class Dispatch {
     launcher: Launcher;
     spec: (index: number) => WorkerSpec;
     generator: Generator;
-    tokenizer: () => Peer;
+    tokenizer: Tokenizer;
     maxRestarts: number;
     hooks: DispatchHooks;
   }) {
@@ -91,6 +96,18 @@ export class Dispatch {
   get running(): number {
     return this.#running.size;
   }
+  /** Rises with everything that a rollout begins or ends. */
+  activity = 0;
+
+  /** Who waits for whom, a line for each rollout that runs. */
+  describe(): string[] {
+    const now = performance.now();
+    return [...this.#running.values()].map(({ job, attempt, runner, turns, since }) => {
+      const where = runner ? `in ${runner.spec.id}` : 'waiting for a runner';
+      const turn = turns.size > 0 ? `sampling turn ${[...turns].join(', ')}` : 'in the agent or the tokenizer';
+      return `  rollout ${job.rolloutId} attempt ${attempt} ${where}, ${turn}, for ${Math.round((now - since) / 1000)} s`;
+    });
+  }
 
   get restarts(): number {
     return [...this.#restarts.values()].reduce((a, b) => a + b, 0);
@@ -107,16 +124,17 @@ export class Dispatch {
     peer.handle('turn', async (fields, frames) => this.#turn(fields, frames));
     peer.handle('rollout_done', async (fields, frames) => {
       this.#done(fields, frames);
+      await this.#hooks.recorded();
       return { fields: {}, frames: {} };
     });
     peer.on('abort_turn', ({ rollout_id, attempt, turn }) =>
       this.#generator.abort({ rolloutId: rollout_id, attempt, turn }),
     );
-    peer.handle('render', async (fields) => this.#tokenizer().request('render', fields));
-    peer.handle('suffix', async (fields) => this.#tokenizer().request('suffix', fields));
-    peer.handle('encode', async (fields) => this.#tokenizer().request('encode', fields));
-    peer.handle('decode', async (fields, frames) => this.#tokenizer().request('decode', fields, frames));
-    peer.handle('parse', async (fields, frames) => this.#tokenizer().request('parse', fields, frames));
+    peer.handle('render', async (fields) => this.#tokenizer.request('render', fields));
+    peer.handle('suffix', async (fields) => this.#tokenizer.request('suffix', fields));
+    peer.handle('encode', async (fields) => this.#tokenizer.request('encode', fields));
+    peer.handle('decode', async (fields, frames) => this.#tokenizer.request('decode', fields, frames));
+    peer.handle('parse', async (fields, frames) => this.#tokenizer.request('parse', fields, frames));
     await Promise.race([peer.ready, lost]);
     this.#runners.set(index, worker);
     void peer.lost.then((reason) => this.#onLost(index, worker, reason)); // lost never rejects
@@ -133,6 +151,8 @@ export class Dispatch {
         attempt: 0,
         runner: null,
         turns: new Set(),
+        proofs: [],
+        since: performance.now(),
       };
       invariant(!this.#running.has(job.rolloutId), `rollout ${job.rolloutId} dispatched twice`);
       this.#running.set(job.rolloutId, running);
@@ -188,6 +208,7 @@ export class Dispatch {
   async #turn(fields: Fields<'turn'>, frames: Frames<'turn'>) {
     const running = this.#running.get(fields.rollout_id);
     running?.turns.add(fields.turn);
+    this.#happened(running);
     const result = await this.#generator.generate({
       rolloutId: fields.rollout_id,
       attempt: fields.attempt,
@@ -197,6 +218,8 @@ export class Dispatch {
       prompt: frames.prompt,
     });
     running?.turns.delete(fields.turn);
+    this.#happened(running);
+    if (running?.attempt === fields.attempt) running.proofs.push(proofOf(fields, frames.prompt, result));
     return {
       fields: {
         reason: result.reason,
@@ -207,6 +230,11 @@ export class Dispatch {
       },
       frames: { ids: result.ids, logprobs: result.logprobs },
     };
+  }
+
+  #happened(running: Running | undefined): void {
+    this.activity++;
+    if (running) running.since = performance.now();
   }
 
   #done(fields: Fields<'rollout_done'>, frames: Frames<'rollout_done'>): void {
@@ -220,6 +248,7 @@ export class Dispatch {
 
   #finish(running: Running, rollout: Rollout): void {
     if (!this.#running.delete(running.job.rolloutId)) return;
+    this.activity++;
     this.#generator.forget(running.job.rolloutId);
     running.resolve(rollout);
   }
@@ -234,6 +263,7 @@ export class Dispatch {
         this.#generator.abort({ rolloutId: running.job.rolloutId, attempt: running.attempt, turn });
       }
       running.turns.clear();
+      running.proofs = [];
       running.attempt++;
       if (running.attempt >= MAX_ATTEMPTS) this.#finish(running, failed(running, 'runner_lost', reason.message));
       else this.#start(running);
@@ -265,7 +295,7 @@ export class Dispatch {
 function failed(running: Running, reason: EndReason, detail: string): Rollout {
   const { job, attempt, dispatchedVersion } = running;
   const { rolloutId, groupId, index } = job;
-  const nothing = { reward: null, score: null, truncated: false, info: {}, turns: 0, trajectories: [] };
+  const nothing = { reward: null, score: null, truncated: false, info: {}, turns: 0, trajectories: [], proofs: [] };
   return { rolloutId, groupId, index, attempt, reason, detail, dispatchedVersion, ...nothing };
 }
 
@@ -305,6 +335,32 @@ function rolloutOf(running: Running, fields: Fields<'rollout_done'>, frames: Fra
     info: fields.info,
     turns: fields.turns,
     trajectories,
+    proofs: running.proofs,
     dispatchedVersion,
   };
+}
+
+/** What an engine was asked and gave, before the runner sees it. */
+function proofOf(fields: Fields<'turn'>, prompt: Int32Array, result: TurnResult): Proof {
+  const { temperature, top_p, top_k, seed, max_tokens } = fields.sampling;
+  const versions = new Int32Array(result.ids.length);
+  for (const { version, from, to } of result.spans) versions.fill(version, from, to);
+  return {
+    turn: fields.turn,
+    engine: result.engine,
+    seed,
+    temperature,
+    plain: top_p === 1 && top_k === 0,
+    maxTokens: max_tokens,
+    prompt: { tokens: prompt.length, crc: crcOf(prompt) },
+    sampled: { tokens: result.ids.length, crc: crcOf(result.ids, result.logprobs, versions) },
+  };
+}
+
+/** CRC32 over the bytes of these columns, one after another. */
+export function crcOf(...columns: readonly (Int32Array | Float32Array)[]): number {
+  let sum = 0;
+  for (const { buffer, byteOffset, byteLength } of columns)
+    sum = crc32(new Uint8Array(buffer, byteOffset, byteLength), sum);
+  return sum;
 }

@@ -18,9 +18,10 @@
  *   3. Groups are found by id, of any size. Who belongs to a group is settled before: every rollout given here counts.
  *   4. The advantage of a token that is not trained is 0.
  * Departure: upstream sums in float32 and divides the rounding residual of an all-equal group by 1e-9.
- * One thread handles about half a million tokens in 20 ms.
- * Called by loop.ts (credit). Elsewhere called advantage estimation; a group baseline is GRPO's "relative" part.
+ * One thread handles about half a million tokens in 20 ms, so batches are worked on in stretches (stretch.ts).
+ * Called by batch.ts (credit). Elsewhere called advantage estimation; a group baseline is GRPO's "relative" part.
  */
+import { Stretch } from './stretch.ts';
 import { assertNever, type Group, invariant, type Rollout, type Sample } from './types.ts';
 
 export type Estimator = 'grpo' | 'rloo' | 'reinforce_baseline' | 'dr_grpo' | 'reinforce';
@@ -49,10 +50,11 @@ const GRPO_EPSILON = 1e-9;
 const MIN_VARIANCE = 1e-8;
 
 /**
- * Credits whole groups. Pure: the rollouts are not changed. Throws when a rollout has no finite reward, which the caller
+ * Credits whole groups. Pure: the rollouts are not changed. Rejects when a rollout has no finite reward, which the caller
  * must have dropped.
  */
-export function credit(groups: readonly Group[], options: CreditOptions): Credit {
+export async function credit(groups: readonly Group[], options: CreditOptions): Promise<Credit> {
+  const stretch = new Stretch();
   const clipped = groups.map((group) => group.rollouts.map((rollout) => clip(rewardOf(rollout), options.clipRange)));
   const scalars = clipped.map((rewards) => groupAdvantages(rewards, options.estimator));
 
@@ -60,15 +62,20 @@ export function credit(groups: readonly Group[], options: CreditOptions): Credit
   for (const [g, group] of groups.entries()) {
     for (const [i, rollout] of group.rollouts.entries()) {
       for (const trajectory of rollout.trajectories) {
+        await stretch.pause();
         const values = tokenAdvantages(trajectory.lossMask, scalars[g]?.[i] as number, options);
         rows.push({ trajectory, rolloutId: rollout.rolloutId, groupId: group.groupId, values });
       }
     }
   }
-  const range = rangeOf(rows);
+  const range = await rangeOf(rows, stretch);
   const whitens = options.estimator === 'reinforce' || options.estimator === 'reinforce_baseline';
-  if (whitens && options.whiten) whiten(rows, range);
-  const samples = rows.map(({ values, ...row }) => ({ ...row, advantages: new Float32Array(values) }));
+  if (whitens && options.whiten) await whiten(rows, range, stretch);
+  const samples: Sample[] = [];
+  for (const { values, ...row } of rows) {
+    samples.push({ ...row, advantages: new Float32Array(values) });
+    await stretch.pause();
+  }
   return { samples, metrics: { ...groupMetrics(groups, clipped), return_mean: range.mean } };
 }
 
@@ -156,17 +163,19 @@ function zeroUntrained(values: Float64Array, lossMask: Uint8Array): Float64Array
 }
 
 /** In place, over the trained tokens of all rows together; the others stay 0. Equal values become exactly 0. */
-function whiten(rows: readonly Row[], { count, mean, low, high }: Range): void {
+async function whiten(rows: readonly Row[], { count, mean, low, high }: Range, stretch: Stretch): Promise<void> {
   let squares = 0;
   for (const { values, trajectory } of rows) {
     const { lossMask } = trajectory;
     for (let t = 0; t < values.length; t++) if (lossMask[t] === 1) squares += ((values[t] as number) - mean) ** 2;
+    await stretch.pause();
   }
   const scale = Math.sqrt(Math.max(squares / count, MIN_VARIANCE));
   for (const { values, trajectory } of rows) {
     const { lossMask } = trajectory;
     for (let t = 0; t < values.length; t++)
       if (lossMask[t] === 1) values[t] = low === high ? 0 : ((values[t] as number) - mean) / scale;
+    await stretch.pause();
   }
 }
 
@@ -177,7 +186,7 @@ interface Range {
   readonly high: number;
 }
 
-function rangeOf(rows: readonly Row[]): Range {
+async function rangeOf(rows: readonly Row[], stretch: Stretch): Promise<Range> {
   let [count, total, low, high] = [0, 0, Number.POSITIVE_INFINITY, Number.NEGATIVE_INFINITY];
   for (const { values, trajectory } of rows) {
     const { lossMask } = trajectory;
@@ -189,6 +198,7 @@ function rangeOf(rows: readonly Row[]): Range {
       if (value < low) low = value;
       if (value > high) high = value;
     }
+    await stretch.pause();
   }
   return { count, mean: count > 0 ? total / count : 0, low, high };
 }

@@ -130,6 +130,19 @@ export class Generator {
   get waiting(): number {
     return this.#queue.length;
   }
+  /** Rises with every event of an engine. */
+  activity = 0;
+
+  /** Who waits for whom, a line for each engine. */
+  describe(): string[] {
+    const engines = [...this.#engines].map(({ worker, sent, accepting }) => {
+      return `  ${worker.spec.id}: ${sent.size} requests${accepting ? '' : ', takes no new ones'}`;
+    });
+    return [
+      `  ${this.#queue.length} turns wait for an engine${this.#held ? ', held until the refit' : ''}`,
+      ...engines,
+    ];
+  }
 
   /** Start an engine process. Resolves when it has joined; rejects with the cause when it cannot. */
   async startEngine(index: number): Promise<Engine> {
@@ -299,6 +312,7 @@ export class Generator {
   // ---- Receiving ----
 
   #onTokens(engine: Engine, fields: Fields<'tokens'>, frames: Frames<'tokens'>): void {
+    this.activity++;
     let at = 0;
     for (let i = 0; i < frames.handles.length; i++) {
       const live = liveOf(engine, frames.handles[i] as number);

@@ -194,14 +194,14 @@ export class Launcher {
 
   async #condemn(proc: Process, worker: Worker): Promise<void> {
     const seconds = Math.round((proc.silentMs.get(worker)?.silent ?? 0) / 1000);
-    const stacks = await this.#stacks(worker);
+    const stacks = await this.stacks(worker);
     this.#print(`${worker.spec.id} was silent for ${seconds} s and is killed. ${stacks}`);
     worker.peer.declareLost(`silent for ${seconds} s`);
     killGroup(proc.child);
   }
 
   /** By both ways: the message needs a living I/O thread, the signal writes to the log even where that one hangs. */
-  async #stacks(worker: Worker): Promise<string> {
+  async stacks(worker: Worker): Promise<string> {
     if (!worker.peer.isConnected) return 'It never said hello.';
     signalProcess(worker.pid, 'SIGUSR1'); // after hello a handler is installed
     try {
@@ -210,6 +210,13 @@ export class Launcher {
     } catch {
       return `It does not answer; its log ends with:\n${logTail(worker, 40)}`;
     }
+  }
+
+  /** The stacks of all workers, for a run that hangs. */
+  async allStacks(): Promise<string> {
+    const workers = [...this.#processes].flatMap((proc) => proc.workers);
+    const stacks = await Promise.all(workers.map(async (worker) => `${worker.spec.id}: ${await this.stacks(worker)}`));
+    return stacks.join('\n');
   }
 
   // ---- The end ----
@@ -351,8 +358,8 @@ if (process.argv[1] && realpathSync(process.argv[1]) === fileURLToPath(import.me
     console.error('Usage: npx tsx molt/launch.ts --doctor RECIPE [--option value ...]   (training: molt/loop.ts)');
     process.exit(2);
   }
-  // loop.ts imports this file, so it is loaded only once this one has been: by name, and not waited for here.
-  void import(new URL('./loop.ts', import.meta.url).href)
+  // start.ts imports this file, so it is loaded only once this one has been: by name, and not waited for here.
+  void import(new URL('./start.ts', import.meta.url).href)
     .then(({ doctor }: { doctor: (argv: readonly string[]) => Promise<number> }) => doctor(words))
     .then((code) => process.exit(code));
 }

@@ -7,81 +7,51 @@
  * |------------|-----------------------|--------------------------|----------------------------------|
  * | admit      | prompts (data.ts)     | groups of N rollouts     | capacity (buffer.ts), lengths    |
  * | rollout    | prompt, policy tokens | reward and trajectories  | runners, tokenizer, engines      |
- * | batch      | finished groups       | train.batch_size groups  | that many groups                 |
+ * | batch      | finished groups       | train.batch_size groups  | that many groups, and all due    |
  * | credit     | rewards               | advantages per token     | nothing                          |
- * | train      | samples               | one optimizer step       | every trainer rank               |
+ * | train      | samples               | one optimizer step       | the ledger, every trainer rank   |
  * | refit      | trainer weights       | policy version + 1       | every engine                     |
  *
- * This version is synchronous (max_staleness 0): what is trained at version V was sampled by version V.
+ * Admission and rollouts go on while a batch is trained (pool.ts), as far as train.max_staleness lets them; 0 is the
+ * synchronous run, in which what is trained at version V was sampled by version V. Requests live across a refit with
+ * train.partial_rollout_enable; without it the pool drains first.
  *
  * Exit codes: 0 done; 1 failed, with the cause on the terminal; 2 bad input (options, data, model, agent, environment):
  * nothing was trained; 130 and 143 stopped by SIGINT or SIGTERM: the step was finished and a checkpoint saved. A second
- * signal stops at once and leaves the last checkpoint to resume from.
+ * signal stops at once. Whatever the end, `--resume` goes on: rollouts that finished are in the ledger.
  */
 import { createHash } from 'node:crypto';
-import { existsSync, mkdtempSync, realpathSync, rmSync } from 'node:fs';
-import { tmpdir } from 'node:os';
+import { realpathSync } from 'node:fs';
 import { join } from 'node:path';
 import { monitorEventLoopDelay } from 'node:perf_hooks';
 import { fileURLToPath } from 'node:url';
+import { type Batch, batchRecord, makeBatch, trainBatch } from './batch.ts';
 import { Buffer } from './buffer.ts';
-import { Bus } from './bus.ts';
-import { type Checkpoint, newestCheckpoint, saveCheckpoint } from './checkpoint.ts';
-import type { Config, Options } from './config.ts';
-import { ConfigError, formatConfig, HelpRequested, loadConfig } from './config.ts';
-import {
-  type Filter,
-  fitting,
-  type Length,
-  loadPrompts,
-  type PromptSet,
-  PromptStream,
-  promptsOf,
-  sharedPrompts,
-} from './data.ts';
+import { newestCheckpoint, oldestCheckpointStep, saveCheckpoint } from './checkpoint.ts';
+import { type Filter, fitting, type Length } from './data.ts';
 import type { Job } from './dispatch.ts';
-import { credit } from './estimators.ts';
 import { constantBest, type Evaluation, evaluate, formatSample, saidRows } from './evaluate.ts';
-import { checkParity, FailureWindow, Health, MISMATCH_BOUND } from './health.ts';
-import { Launcher, type Worker } from './launch.ts';
-import { Ledger } from './ledger.ts';
-import { formatStep, MetricsWriter, Progress } from './metrics.ts';
-import { planBatch } from './packing.ts';
-import { checkModel, checkPromptFiles, checkSurroundings, type Finding, findingsTable } from './preflight.ts';
-import {
-  batchMetrics,
-  generatorMetrics,
-  PromptLog,
-  recordRollout,
-  stepMetrics,
-  sum,
-  withMismatchOf,
-} from './report.ts';
-import { closeRunDir, discardRunDir, openRunDir } from './run_dir.ts';
+import { checkParity, FailureWindow, Health } from './health.ts';
+import { type History, readBatch, readHistory } from './history.ts';
+import { readLedger } from './ledger.ts';
+import { formatStep, MetricsWriter } from './metrics.ts';
+import { Pool } from './pool.ts';
+import type { Declared } from './refit.ts';
+import { replay } from './replay.ts';
+import { batchMetrics, differenceOf, evaluationRecord, generatorMetrics, PromptLog, stepMetrics } from './report.ts';
+import { openRunDir } from './run_dir.ts';
 import type { Split } from './sources.ts';
-import { flatRows, learningRate, type StepResult } from './trainer.ts';
-import { type Group, invariant, type Prompt, type Rollout, type Sampling } from './types.ts';
-import { openWorkers, type Workers } from './workers.ts';
-
-const RELAYED_MS = 500; // a signal this soon after the first is the same Ctrl-C
-const STOP_GRACE_MS = 10_000;
-const PROBE_IDS = 48;
-
-/** What a signal asked for. The first asks to finish the step; the second never returns. */
-interface Stopper {
-  signal: 'SIGINT' | 'SIGTERM' | null;
-  hasSteps: boolean; // there is something to finish and to save
-  hasTrained: boolean; // a step in this process: what fails from here on is no bad input
-  onFirst: () => void;
-}
-const EXIT_CODES = { SIGINT: 130, SIGTERM: 143 } as const;
-
-// ---- Entry ----
+import { type Context, EXIT_CODES, prepare, probeRows, refused, renderItem, say, withWorkers } from './start.ts';
+import type { Tokenizer } from './tokenizer.ts';
+import { flatRows, learningRate, TrainerLost } from './trainer.ts';
+import type { Prompt, Rollout, Sampling } from './types.ts';
+import { watchStalls } from './watchdog.ts';
 
 export async function main(argv: readonly string[]): Promise<number> {
   try {
     const prepared = await prepare(argv, []);
     const runDir = openRunDir(prepared.config);
+    if (prepared.config.options['run.replay'] !== '') return await replay(prepared.config.options, runDir, say);
     say(`Run directory ${runDir}; starting workers, their logs are in logs/`);
     return await withWorkers(prepared, runDir, async (context) => {
       await train(context);
@@ -92,305 +62,29 @@ export async function main(argv: readonly string[]): Promise<number> {
   }
 }
 
-/** Everything short of training: every check, then the workers and the parity of engine and trainer. Prints a table. */
-export async function doctor(argv: readonly string[]): Promise<number> {
-  const findings: Finding[] = [];
-  const runDir = mkdtempSync(join(tmpdir(), 'molt-doctor-'));
-  try {
-    const prepared = await prepare(argv, findings);
-    const code = await withWorkers(prepared, runDir, async ({ config, prompts, workers }) => {
-      const facts = await workers.ready;
-      findings.push({ check: 'workers', status: 'ok', text: `ready after: ${facts.startup}` });
-      findings.push({ check: 'template', status: facts.templateExact ? 'ok' : 'warning', text: facts.templateNote });
-      workers.refit.probes = await probeRows(
-        workers.tokenizer,
-        prompts.stream.first,
-        facts.vocabSize,
-        config.options['data.max_len'],
-      );
-      const bound = MISMATCH_BOUND[workers.dtype];
-      const { mean, max } = await workers.orFatal(workers.refit.parity());
-      const text = `mean |dlogp| ${mean.toExponential(1)}, max ${max.toExponential(1)}, allowed ${bound} (${workers.dtype})`;
-      findings.push({ check: 'parity', status: mean <= bound ? 'ok' : 'problem', text });
-      return 0;
-    });
-    console.log(findingsTable(findings));
-    return code !== 0 ? code : findings.some(({ status }) => status === 'problem') ? 2 : 0;
-  } catch (error) {
-    if (findings.length > 0) console.log(findingsTable(findings));
-    return findings.some(({ status }) => status === 'problem') ? 2 : refused(error);
-  } finally {
-    rmSync(runDir, { recursive: true, force: true });
-  }
-}
-
-/** What a run is made of, checked; no worker runs yet. */
-interface Prepared {
-  readonly argv: readonly string[];
-  readonly config: Config;
-  readonly prompts: Prompts;
-  readonly from: Checkpoint | null;
-}
-
-/** Throws ConfigError with every problem of a stage, or HelpRequested. What was found is also in `findings`. */
-async function prepare(argv: readonly string[], findings: Finding[]): Promise<Prepared> {
-  const config = await loadConfig(argv);
-  const { options, recipe } = config;
-  say(formatConfig(config));
-  let begun = performance.now();
-  // A recipe's `prepare` may make the model; without one the model can be looked at together with the rest.
-  let stage = [
-    ...(await checkSurroundings(options)),
-    ...(recipe.prepare ? checkPromptFiles(options) : checkModel(options)),
-  ];
-  if (recipe.prepare) {
-    report(stage, findings);
-    stage = [];
-    const started = performance.now();
-    try {
-      await recipe.prepare(options, say);
-    } catch (error) {
-      throw new ConfigError([`Recipe ${argv[0]}: prepare failed: ${messageOf(error)}`]);
-    }
-    begun += performance.now() - started; // not a check
-    stage = checkModel(options);
-  }
-  const [prompts, found] = await loadAllPrompts(options);
-  report([...stage, ...found], findings);
-  invariant(prompts, 'prompts without a problem are there');
-  let from: Checkpoint | null = null;
-  if (options['run.resume']) {
-    from = newestCheckpoint(options['run.dir']);
-    if (from) prompts.stream.restore(from.state.data);
-  }
-  say(
-    `Checks passed in ${((performance.now() - begun) / 1000).toFixed(1)} s: ${findings.map((f) => f.check).join(', ')}`,
-  );
-  return { argv, config, prompts, from };
-}
-
-/** Keep what a stage found, print its warnings. Throws ConfigError when it has problems. */
-function report(stage: readonly Finding[], findings: Finding[]): void {
-  findings.push(...stage);
-  for (const { check, status, text } of stage) if (status === 'warning') console.warn(`Warning (${check}): ${text}`);
-  const problems = stage.filter(({ status }) => status === 'problem').map(({ text }) => text);
-  if (problems.length > 0) throw new ConfigError(problems);
-}
-
-/** Print why nothing was started, one line for each problem. Returns the exit code. */
-function refused(error: unknown): number {
-  if (error instanceof HelpRequested) {
-    console.log(error.text);
-    return 0;
-  }
-  const lines = error instanceof ConfigError ? error.lines : [`Cannot prepare the run: ${messageOf(error)}`];
-  for (const line of lines) console.error(line);
-  return 2;
-}
-
-/**
- * Start the workers of a run, do `work` with them, stop them. Returns the exit code; a failure of the work is printed with
- * its cause. Workers that refuse what they were given (a model they cannot load) make it 2, as any other bad input.
- */
-async function withWorkers(
-  prepared: Prepared,
-  runDir: string,
-  work: (context: Context) => Promise<number>,
-): Promise<number> {
-  const { argv, config } = prepared;
-  const bus = await Bus.listen({ port: config.options['launch.port'] });
-  const launcher = new Launcher({
-    bus,
-    logDir: join(runDir, 'logs'),
-    silenceMs: config.options['launch.silence_s'] * 1000,
-    silenceReadyMs: config.options['launch.ready_s'] * 1000,
-  });
-  const stopper = listenForSignals(launcher, runDir);
-  const progress = new Progress();
-  let failLater: (error: Error) => void = () => {}; // the ledger is there before the workers
-  const ledger = new Ledger(runDir, (error) => failLater(error));
-  const event = (name: string, detail: Record<string, string | number>) => {
-    progress.clear();
-    ledger.record({ kind: 'event', name, detail });
-    say(
-      `${name}: ${Object.entries(detail)
-        .map(([key, value]) => `${key} ${value}`)
-        .join(', ')}`,
-    );
-  };
-  const workers = openWorkers({ options: config.options, runDir, bus, launcher, event });
-  failLater = workers.fail;
-  let code = 1;
-  try {
-    code = await work({ ...prepared, runDir, bus, workers, ledger, stopper, progress });
-  } catch (error) {
-    progress.clear();
-    if (error instanceof ConfigError && !stopper.hasTrained) code = refused(error);
-    else if (launcher.refusals.length > 0)
-      code = refused(new ConfigError(refusalLines(launcher.refusals, config.options)));
-    else {
-      console.error(`The run stopped: ${messageOf(error)}`);
-      if (existsSync(join(runDir, 'checkpoints'))) {
-        const resume = [...resumable(argv), '--resume', '--run.dir', runDir].join(' ');
-        console.error(`Continue it with: npx tsx molt/loop.ts ${resume}`);
-      }
-    }
-  } finally {
-    workers.close();
-    await launcher.stopAll(code === 2 ? 0 : STOP_GRACE_MS);
-    await bus.close();
-    try {
-      ledger.close();
-    } catch (error) {
-      console.error(messageOf(error)); // of the disk that stopped the run
-    }
-    closeRunDir(runDir);
-    // A resumed run keeps its directory, even one without a checkpoint: what was recorded there is not ours to remove.
-    if (code === 2 && !config.options['run.resume'] && !process.env.MOLT_DEBUG) {
-      discardRunDir(runDir);
-      say(`Nothing was trained; ${runDir} is removed`);
-    }
-  }
-  return code;
-}
-
-/** Refusals of workers, once each; what does not name its option is about the model. */
-function refusalLines(refusals: readonly string[], options: Options): string[] {
-  const model = `--actor.model_name_or_path ${options['actor.model_name_or_path']}`;
-  return [...new Set(refusals)].map((line) => (line.startsWith('--') ? line : `${model}: ${line}`));
-}
-
-/**
- * The first signal asks to finish the step; until there is one to finish, and the second time, it ends everything. One
- * Ctrl-C in a terminal reaches us up to three times within milliseconds: from the terminal, and again through npm and tsx.
- */
-function listenForSignals(launcher: Launcher, runDir: string): Stopper {
-  const stopper: Stopper = { signal: null, hasSteps: false, hasTrained: false, onFirst: () => {} };
-  let firstAt = 0;
-  for (const signal of ['SIGINT', 'SIGTERM'] as const) {
-    process.on(signal, () => {
-      if (stopper.signal && performance.now() - firstAt < RELAYED_MS) return;
-      if (stopper.signal || !stopper.hasSteps) {
-        launcher.killAllNow();
-        rmSync(join(runDir, 'controller.pid'), { force: true });
-        process.exit(EXIT_CODES[signal]);
-      }
-      stopper.signal = signal;
-      firstAt = performance.now();
-      console.error(`\n${signal}: finishing the step, then saving; once more to stop at once`);
-      stopper.onFirst();
-    });
-  }
-  return stopper;
-}
-
-function say(line: string): void {
-  console.log(line);
-}
-
-// ---- Prompts ----
-
-interface Prompts {
-  readonly stream: PromptStream;
-  readonly heldOut: readonly Prompt[]; // empty = no evaluation; not measured yet
-  readonly heldOutHash: string;
-}
-
-/** Everything is read and checked before any process starts. Null when there is a problem, which the finding tells. */
-async function loadAllPrompts(options: Options): Promise<[Prompts | null, Finding[]]> {
-  try {
-    const prompts = await readAllPrompts(options);
-    const text = `${prompts.stream.size} to train on, ${prompts.heldOut.length} held out`;
-    return [prompts, [{ check: 'prompts', status: 'ok', text }]];
-  } catch (error) {
-    if (!(error instanceof ConfigError)) throw error;
-    return [null, error.lines.map((text) => ({ check: 'prompts', status: 'problem', text }))];
-  }
-}
-
-async function readAllPrompts(options: Options): Promise<Prompts> {
-  const seed = options['train.seed'];
-  const shuffle = options['data.shuffle'];
-  const shared = {
-    seed,
-    inputKey: options['data.input_key'],
-    labelKey: options['data.label_key'],
-    toolsKey: options['data.tools_key'],
-    python: options['launch.python'],
-    silenceMs: options['data.silence_s'] * 1000,
-    warn: (line: string) => console.error(line),
-  };
-  const problems: string[] = [];
-  const load = (more: Pick<Parameters<typeof loadPrompts>[0], 'sources' | 'split' | 'maxSamples' | 'shuffle'>) =>
-    loadPrompts({ ...shared, ...more }).catch((error: unknown): PromptSet => {
-      if (!(error instanceof ConfigError)) throw error;
-      problems.push(...error.lines);
-      return { sources: [], sha256: '' };
-    });
-  const training = await load({
-    sources: options['data.prompt_dataset'],
-    split: 'train',
-    maxSamples: options['data.max_samples'],
-    shuffle,
-  });
-  const evaluated = await load({
-    sources: options['eval.dataset'],
-    split: 'heldout',
-    maxSamples: options['eval.max_samples'],
-    shuffle: true,
-  });
-  if (problems.length > 0) throw new ConfigError(problems);
-  const heldOut = promptsOf(evaluated);
-  const overlap = sharedPrompts(evaluated, training);
-  if (overlap > 0) console.warn(`Warning: ${overlap} of ${heldOut.length} held-out prompts are also trained on`);
-  const stream = new PromptStream(training, { seed, shuffle, weights: options['data.prompt_probs'] });
-  return { stream, heldOut, heldOutHash: heldOut.length > 0 ? evaluated.sha256 : '' };
-}
-
-// ---- The loop ----
-
-/** A prepared run with its workers. */
-interface Context extends Prepared {
-  readonly runDir: string;
-  readonly bus: Bus;
-  readonly workers: Workers;
-  readonly ledger: Ledger;
-  readonly stopper: Stopper;
-  readonly progress: Progress;
-}
-
 async function train(args: Context): Promise<void> {
-  const { runDir, from, bus, workers, ledger, stopper, progress } = args;
+  const { runDir, from, history, bus, launcher, workers, ledger, stopper, progress } = args;
   const { options } = args.config;
   const { stream, heldOutHash } = args.prompts;
-  const { trainer, generator, refit, dispatch, orFatal } = workers;
+  const { trainer, tokenizer, generator, refit, dispatch, orFatal } = workers;
   const numSteps = options['train.num_steps'];
   const batchSize = options['train.batch_size'];
   const groupSize = options['rollout.n_samples_per_prompt'];
-  const epochs = options['train.max_epochs'];
+  const maxStaleness = options['train.max_staleness'];
   const seed = options['train.seed'];
+  const isSynchronous = maxStaleness === 0;
 
+  const watchdog = watchStalls({ stallMs: options['launch.stall_s'] * 1000, launcher, workers, say });
+  watchdog.waitsFor = 'workers to be ready';
   const facts = await workers.ready;
   say(`Workers are ready: ${facts.startup}`);
   if (!facts.templateExact) say(`Warning (template): ${facts.templateNote}`);
 
-  // Where to begin
-  let step = 0;
-  let dispatched = 0;
-  if (options['run.resume']) {
-    for (const line of from?.skipped ?? []) say(`Skipped an incomplete checkpoint: ${line}`);
-    if (!from) say('No complete checkpoint: beginning again');
-    const evaluated = from?.state.heldOutHash;
-    if (evaluated && heldOutHash && evaluated !== heldOutHash)
-      say('Changed since the run began: the held-out prompts, so scores before and after do not compare');
-  }
-  const metrics = new MetricsWriter(runDir, from?.state.step ?? 0);
-  ledger.record({
-    kind: 'meta',
-    options: { ...options },
-    dataHash: stream.position.sha256,
-    resumedAt: from?.state.step ?? 0,
-  });
+  // Prompts that fit
+  let step = from?.state.step ?? 0;
+  const metrics = new MetricsWriter(runDir, step);
+  const life = history?.lives ?? 0;
+  ledger.record({ kind: 'meta', life, options: { ...options }, dataHash: stream.position.sha256, resumedAt: step });
   const maxPromptLen = options['data.max_prompt_len'];
   const promptLog = new PromptLog({ ledger, maxPromptLen, progress, say });
   let measured = 0;
@@ -399,7 +93,7 @@ async function train(args: Context): Promise<void> {
     measure: (prompts) => {
       measured += prompts.length;
       if (!stopper.hasSteps) progress.show(`measured ${measured} prompts`, 0); // many that do not fit take a while
-      return measure(workers.tokenizer, prompts);
+      return measure(tokenizer, prompts);
     },
     onDropped: (dropped) => promptLog.dropped(split, dropped),
   });
@@ -409,15 +103,107 @@ async function train(args: Context): Promise<void> {
     maxPromptLen >= 0 ? await orFatal(fitting(args.prompts.heldOut, filter('heldout'))) : args.prompts.heldOut;
   progress.clear();
   if (heldOut.length < args.prompts.heldOut.length) say(promptLog.summary('heldout', args.prompts.heldOut.length));
-  refit.probes = await probeRows(workers.tokenizer, stream.first, facts.vocabSize, options['data.max_len']);
-  if (from) {
-    await orFatal(trainer.restore(join(from.path, 'trainer')));
-    ({ step, dispatched } = from.state);
-    await orFatal(refit.resumeAt(from.state.version));
-    say(`Resumed at step ${step}, policy version ${refit.version}, from ${from.path}`);
+  refit.probes = await probeRows(tokenizer, stream.first, facts.vocabSize, options['data.max_len']);
+
+  // Training a batch, again where a trainer was lost
+  const packing = {
+    numRanks: workers.numRanks,
+    microBatchSize: options['train.micro_batch_size'],
+    maxTokens: options['train.max_tokens_per_gpu'],
+    packed: options['fsdp.packing_samples'],
+  };
+  const learn = (batch: Batch) => trainBatch(trainer, batch, { packing, epochs: options['train.max_epochs'] });
+  /** New ranks with the weights after `step`: of a checkpoint, and from there on trained again out of the ledger. */
+  const revive = async () => {
+    await ledger.commit();
+    await trainer.restart();
+    const checkpoint = newestCheckpoint(runDir);
+    if (checkpoint) await trainer.restore(join(checkpoint.path, 'trainer'));
+    const start = checkpoint?.state.step ?? 0;
+    const recorded = readHistory(readLedger(runDir), start);
+    for (let s = start + 1; s <= step; s++) await learn(readBatch(recorded, s));
+    progress.clear();
+    say(
+      `Trainer ranks are back at step ${step}: ${checkpoint?.path ?? 'the model directory'}, then ${step - start} steps of the ledger`,
+    );
+  };
+  /** `work` needs the trainer; it is done again from its start when a rank is lost. */
+  const withTrainer = async <T>(work: () => Promise<T>): Promise<T> => {
+    for (;;) {
+      try {
+        if (trainer.isLost) await orFatal(revive());
+        return await orFatal(work());
+      } catch (error) {
+        if (!(error instanceof TrainerLost) || trainer.restarts >= options['launch.max_restarts']) throw error;
+        progress.clear();
+        const [reason = ''] = error.message.split('\n');
+        ledger.record({ kind: 'event', name: 'trainer_restart', detail: { restart: trainer.restarts + 1, reason } });
+        say(`trainer_restart: ${error.message}`);
+      }
+    }
+  };
+  const declared = (again: boolean) => (of: Declared) => ledger.record({ kind: 'refit', step, again, ...of });
+
+  // Where an earlier process ended
+  if (history) {
+    for (const line of from?.skipped ?? []) say(`Skipped an incomplete checkpoint: ${line}`);
+    const evaluated = from?.state.heldOutHash;
+    if (evaluated && heldOutHash && evaluated !== heldOutHash)
+      say('Changed since the run began: the held-out prompts, so scores before and after do not compare');
+    if (from) await withTrainer(() => trainer.restore(join(from.path, 'trainer')));
+    say(
+      from ? `Restored step ${step} from ${from.path}` : 'No complete checkpoint: beginning with the model directory',
+    );
+    step = await trainAgain(history);
+    const last = history.refits.get(step);
+    const highest = Math.max(history.version, from?.state.version ?? 0);
+    const isNew = !last && step > (from?.state.step ?? 0); // it crashed before its refit
+    const version = last?.version ?? (isNew ? highest + 1 : highest);
+    const onDeclared = (of: Declared) => declared(!isNew && of.version === version)(of);
+    if (step > 0) await withTrainer(() => refit.resumeAt(version, last?.checksum ?? null, onDeclared));
+    say(`Resumed at step ${step}, policy version ${refit.version}`);
   }
   const mismatchStops = options['rollout.mismatch_stop'] === 'on';
-  say(await checkParity(refit, workers.dtype, mismatchStops));
+  say(await withTrainer(() => checkParity(refit, workers.dtype, mismatchStops)));
+
+  /** Batches after the checkpoint, as they were. Their metrics are written again. Returns the step it comes to. */
+  async function trainAgain(past: History): Promise<number> {
+    for (const { line } of past.evals.filter((e) => e.step === step && step === 0)) metrics.write(line);
+    const first = step + 1;
+    let worst = { name: '', step: 0, difference: 0 };
+    for (; past.batches.has(step + 1); step++) {
+      watchdog.waitsFor = `the trainer, with step ${step + 1} of the ledger`;
+      const begun = performance.now();
+      const batch = readBatch(past, step + 1);
+      const { result, dummies } = await withTrainer(() => learn(batch));
+      const computed = { ...batch.metrics, ...stepMetrics(result), dummy_micro_batches: dummies };
+      const recorded = past.steps.get(step + 1);
+      const here = differenceOf(computed, recorded ?? computed);
+      if (here.difference > worst.difference) worst = { ...here, step: step + 1 };
+      metrics.write({
+        step: step + 1,
+        policy_version: batch.version + 1,
+        time_generation_s: 0,
+        time_refit_s: 0,
+        loop_lag_ms_max: 0,
+        ...recorded,
+        ...computed,
+        time_train_s: (performance.now() - begun) / 1000,
+        time_step_s: (performance.now() - begun) / 1000,
+      });
+      if (!recorded) ledger.record({ kind: 'step', step: step + 1, metrics: computed });
+      for (const { line } of past.evals.filter((e) => e.step === step + 1)) metrics.write(line);
+    }
+    if (step < first) return step;
+    const same =
+      worst.difference === 0
+        ? 'the same to the bit'
+        : `the largest difference is ${worst.difference.toExponential(1)} (${worst.name} of step ${worst.step})`;
+    say(`Trained steps ${first} to ${step} again from the ledger: ${same}`);
+    const detail = { from: first, to: step, difference: worst.difference };
+    ledger.record({ kind: 'event', name: 'trained_again', detail });
+    return step;
+  }
 
   // Rollouts, for training and for evaluation alike
   const limits = {
@@ -434,76 +220,45 @@ async function train(args: Context): Promise<void> {
     stop: [],
     stop_token_ids: facts.stopTokenIds,
   });
+  const failures = new FailureWindow(options['rollout.max_failure_rate'], options['train.agent_path']);
   const buffer = new Buffer({
     batch: batchSize,
-    groupSize,
-    minMembers: groupSize > 1 ? 2 : 1,
-    maxStaleness: options['train.max_staleness'],
+    steps: Math.max(0, numSteps - step),
+    maxStaleness,
+    late: options['train.late'],
+    order: options['train.batch_order'],
+    failed: options['rollout.failed_members'],
+    band: options['algo.dynamic_filtering_enable'] ? options['algo.dynamic_filtering_range'] : null,
   });
-  const failures = new FailureWindow(options['rollout.max_failure_rate'], options['train.agent_path']);
-  const drops = new Map<string, number>();
-  let wake: () => void = () => {};
-
-  /** Admit prompts while there is capacity. Every rollout that ends is booked and wakes the loop. */
-  const admit = (isHeld = false) => {
-    while ((isHeld ? buffer.heldCapacity : buffer.capacity) > 0) {
-      const prompt = stream.next();
+  const pool = new Pool({
+    buffer,
+    stream,
+    ledger,
+    groupSize,
+    version: () => refit.version,
+    run: (job) => dispatch.run(job),
+    cancel: (matches, reason) => dispatch.cancel(matches, reason),
+    job: (rolloutId, groupId, index, prompt): Job => {
+      const rolloutSeed = seedOf(seed, 'train', rolloutId);
+      const drawn = sampling(options['rollout.temperature'], rolloutSeed);
+      return { rolloutId, groupId, index, prompt, seed: rolloutSeed, sampling: drawn, limits };
+    },
+    onRollout: (rollout) => failures.add(rollout),
+    onPrompt: () => {
       promptLog.read++;
-      const groupId = `g${dispatched++}`;
-      buffer.admit(groupId, prompt, isHeld);
-      ledger.record({
-        kind: 'dispatched',
-        groupId,
-        source: prompt.source,
-        epoch: prompt.epoch,
-        index: prompt.index,
-        version: refit.version,
-      });
-      for (let index = 0; index < groupSize; index++) {
-        const rolloutSeed = seedOf(seed, 'train', groupId, index);
-        const job: Job = {
-          rolloutId: `${groupId}-${index}`,
-          groupId,
-          index,
-          prompt,
-          seed: rolloutSeed,
-          sampling: sampling(options['rollout.temperature'], rolloutSeed),
-          limits,
-        };
-        dispatch.run(job).then(book).catch(workers.fail);
-      }
-    }
-  };
-  const book = (rollout: Rollout) => {
-    recordRollout(ledger, rollout);
-    failures.add(rollout);
-    const verdict = buffer.end(rollout);
-    for (const lost of verdict?.lost ?? []) drops.set(lost.reason, (drops.get(lost.reason) ?? 0) + 1);
-    if (verdict?.kind === 'dropped') {
-      ledger.record({ kind: 'dropped', groupId: rollout.groupId, reason: verdict.reason });
-      drops.set(verdict.reason, (drops.get(verdict.reason) ?? 0) + 1);
-    }
-    wake();
-  };
-  /** The next batch: whole groups, the first that finished. */
-  const nextBatch = async (): Promise<readonly Group[]> => {
-    while (!buffer.ready) {
-      if (!stream.isAhead(buffer.capacity)) {
-        await orFatal(stream.ahead(buffer.capacity));
-        continue; // rollouts may have ended meanwhile
-      }
-      admit();
-      failures.check(stopper.hasTrained);
-      const { running, waiting } = buffer.counts;
-      progress.show(`step ${step + 1}: ${waiting}/${batchSize} groups, ${running} running`, waiting / batchSize);
-      await orFatal(
-        new Promise<void>((done) => {
-          wake = done;
-        }),
-      );
-    }
-    progress.clear();
-    return buffer.take();
+    },
+    fail: workers.fail,
+  });
+  if (history) {
+    const { groups, finished, again } = pool.readmit(history);
+    if (groups > 0)
+      say(`Took up ${groups} groups that were in flight: ${finished} rollouts had finished, ${again} run again`);
+  }
+  const look = () => {
+    failures.check(stopper.hasTrained);
+    const { running, waiting } = buffer.counts;
+    watchdog.waitsFor = `${buffer.progress.want} groups for step ${step + 1}: ${waiting} wait, ${running} run`;
+    progress.show(`step ${step + 1}: ${waiting}/${batchSize} groups, ${running} running`, waiting / batchSize);
   };
 
   // Evaluation
@@ -519,6 +274,7 @@ async function train(args: Context): Promise<void> {
         samples: options['eval.show_samples'],
         name: `eval${step}${name}`,
         onRollout: (rollout, done, of) => {
+          ledger.record(evaluationRecord(rollout));
           if (!stopper.hasTrained && !stopper.signal) failures.add(rollout);
           progress.show(`evaluation ${name}: ${done}/${of}`, done / of);
         },
@@ -530,14 +286,14 @@ async function train(args: Context): Promise<void> {
   const evaluateNow = async (withGreedy: boolean): Promise<void> => {
     if (heldOut.length === 0) return;
     const begun = performance.now();
+    const [at, version] = [step, refit.version];
     const sampled = await evaluation(options['eval.temperature'], 'sampled');
     const greedy = withGreedy && options['eval.greedy'] ? await evaluation(0, 'greedy') : null;
-    generator.takeCounts(); // not of the next step
     if (stopper.signal) return; // cut short, so the numbers mean nothing
     const constant = constantBest(heldOut.map((prompt) => prompt.label));
-    metrics.write({
-      step,
-      policy_version: refit.version,
+    const line = {
+      step: at,
+      policy_version: version,
       eval_reward_mean: sampled.rewardMean,
       eval_pass_at_k: sampled.passAtK,
       eval_num_prompts: sampled.prompts,
@@ -546,35 +302,36 @@ async function train(args: Context): Promise<void> {
       eval_constant_best: constant,
       time_eval_s: (performance.now() - begun) / 1000,
       ...(greedy && { eval_greedy_reward_mean: greedy.rewardMean }),
-    });
-    ledger.record({ kind: 'eval', step, version: refit.version, reward: sampled.rewardMean });
+    };
+    metrics.write(line);
+    ledger.record({ kind: 'eval', step: at, version, metrics: line });
     const parts = [`sampled ${sampled.rewardMean.toFixed(3)}`];
     if (greedy) parts.push(`greedy ${greedy.rewardMean.toFixed(3)}`);
     say(
-      `Held-out at step ${step}: ${parts.join(', ')} (${sampled.prompts} prompts; best constant answer ${constant.toFixed(3)})`,
+      `Held-out at step ${at}: ${parts.join(', ')} (${sampled.prompts} prompts; best constant answer ${constant.toFixed(3)})`,
     );
-    for (const line of await orFatal(sampleLines(workers.tokenizer, sampled.samples, facts.stopTokenIds))) say(line);
+    for (const text of await orFatal(sampleLines(tokenizer, sampled.samples, facts.stopTokenIds))) say(text);
   };
-  /** Where a resumed run goes on: before prompts that were given out for a step that is not done. */
-  let goOn = { data: stream.position, dispatched };
+  let savedAt = from?.state.step === step ? step : -1;
   const checkpoint = async () => {
-    const path = await orFatal(
-      saveCheckpoint({
-        runDir,
-        trainer,
-        state: { step, version: refit.version, heldOutHash, ...goOn },
-        keep: options['ckpt.max_num'],
-        exportHf: options['ckpt.save_hf'],
-      }),
+    const state = { step, version: refit.version, heldOutHash, data: stream.position, dispatched: pool.dispatched };
+    const keep = options['ckpt.max_num'];
+    await ledger.commit(); // a checkpoint never covers what the ledger does not hold
+    const path = await withTrainer(() =>
+      saveCheckpoint({ runDir, trainer, state, keep, exportHf: options['ckpt.save_hf'] }),
     );
     savedAt = step;
     ledger.record({ kind: 'checkpoint', step, path });
+    ledger.prune(oldestCheckpointStep(runDir), options['run.ledger_gb'] * 1e9);
   };
-  let savedAt = step;
   stopper.hasSteps = true;
-  stopper.onFirst = () => dispatch.cancel((job) => job.groupId.startsWith('eval'), 'cancelled');
+  stopper.onFirst = () => {
+    pool.stop();
+    dispatch.cancel((job) => job.groupId.startsWith('eval'), 'cancelled');
+  };
 
-  if (!from && options['eval.eval_at_start']) {
+  if (options['eval.eval_at_start'] && step === 0 && !history?.evals.some((e) => e.step === 0)) {
+    watchdog.waitsFor = 'the evaluation before the first step';
     await evaluateNow(true);
     failures.check(stopper.hasTrained);
   }
@@ -582,38 +339,27 @@ async function train(args: Context): Promise<void> {
   // Steps
   const lag = monitorEventLoopDelay({ resolution: 10 });
   lag.enable();
-  const planOptions = {
-    numRanks: workers.numRanks,
-    microBatchSize: options['train.micro_batch_size'],
-    maxTokens: options['train.max_tokens_per_gpu'],
-    packed: options['fsdp.packing_samples'],
-  };
   const health = new Health({ dtype: workers.dtype, stop: mismatchStops, say });
   generator.takeCounts();
   trainer.takeBusy();
+  let handedOver = performance.now();
+  let evaluating: Promise<void> = Promise.resolve(); // beside training; a refit waits for it
   while (step < numSteps && !stopper.signal) {
     const begun = performance.now();
-    const groups = await nextBatch();
+    const groups = await orFatal(pool.nextBatch(look));
+    progress.clear();
+    if (!groups) break;
     const generated = performance.now();
-    const promptMetrics = promptLog.takeStep();
-    goOn = { data: stream.position, dispatched };
-    // The next batch begins while this one is trained: agents make their prompts, which are rendered. Sampling waits for
-    // the refit.
+    // The next batch begins while this one is trained: agents make their prompts, which are rendered. In a synchronous run
+    // sampling waits for the refit.
     const isEvaluated = options['eval.steps'] > 0 && (step + 1) % options['eval.steps'] === 0;
-    if (step + 1 < numSteps && !isEvaluated && !stopper.signal && stream.isAhead(batchSize)) {
+    if (isSynchronous && !isEvaluated && !stopper.signal) {
       generator.hold();
-      admit(true);
+      pool.admitHeld();
     }
-    stream.ahead(2 * batchSize).catch(() => {}); // meanwhile, for what comes then, which comes upon the error again
 
     // Credit
-    const { samples, metrics: creditMetrics } = credit(groups, {
-      estimator: options['algo.advantage.estimator'],
-      gamma: options['algo.advantage.gamma'],
-      whiten: !options['algo.advantage.no_whiten'],
-      clipRange: options['reward.clip_range'],
-    });
-    const denominator = samples.reduce((n, sample) => n + sum(sample.trajectory.lossMask), 0);
+    const version = refit.version;
     const lr = learningRate({
       step,
       steps: numSteps,
@@ -622,90 +368,101 @@ async function train(args: Context): Promise<void> {
       warmupRatio: options['actor.lr_warmup_ratio'],
       minRatio: options['actor.min_lr_ratio'],
     });
-    const version = refit.version;
-    // A row without credit has no gradient. It stays in the denominator, so leaving it out changes no number.
-    const credited = samples.filter((sample) => sample.advantages.some((advantage) => advantage !== 0));
-    // Where no row has any, one group stands for all: the gradient is 0, and its numbers say how engine and trainer agree.
-    const rows = credited.length > 0 ? credited : samples.slice(0, groupSize);
-    ledger.record({ kind: 'batch', step: step + 1, version, groups: groups.map((g) => g.groupId), denominator, lr });
+    const { engine_idle_s, ...sampled } = generatorMetrics(generator, (generated - handedOver) / 1000);
+    handedOver = generated;
+    const known = {
+      ...(await batchMetrics(groups, version)),
+      ...sampled,
+      ...promptLog.takeStep(),
+      ...pool.takeDrops(),
+    };
+    const batch = await makeBatch(groups, {
+      step: step + 1,
+      version,
+      lr,
+      credit: {
+        estimator: options['algo.advantage.estimator'],
+        gamma: options['algo.advantage.gamma'],
+        whiten: !options['algo.advantage.no_whiten'],
+        clipRange: options['reward.clip_range'],
+      },
+      metrics: known,
+    });
+    ledger.record(...batchRecord(batch));
+    await orFatal(ledger.commit());
 
     // Train
+    watchdog.waitsFor = `the trainer, with step ${step + 1}`;
     progress.show(`step ${step + 1}: training`, 1);
-    const plan = planBatch(
-      rows.map((sample) => sample.trajectory.ids.length),
-      planOptions,
-    );
     const trainStart = performance.now();
-    // With several optimizer steps on one batch the ratio is taken to where the first one began.
-    const old = epochs > 1 ? await orFatal(trainer.oldLogprobs(rows, plan)) : null;
-    let result: StepResult | null = null;
-    for (let epoch = 0; epoch < epochs; epoch++) {
-      const next = await orFatal(trainer.step({ step: step + 1, version, samples: rows, plan, denominator, lr, old }));
-      // How far engine and trainer are apart is what the first pass saw; everything else is of the last.
-      result = result ? withMismatchOf(result, next) : next;
-    }
-    invariant(result, 'train.max_epochs is at least 1');
-    buffer.trained();
+    const { result, dummies } = await withTrainer(() => learn(batch));
     stopper.hasTrained = true;
     const trained = performance.now();
 
     // Refit
-    const times = await orFatal(refit.push());
-    ledger.record({ kind: 'refit', version: refit.version, bytes: times.bytes, verified: times.verified });
-    const refitted = performance.now();
     step++;
+    await orFatal(evaluating);
+    if (!isSynchronous && !options['train.partial_rollout_enable']) await orFatal(pool.drain(look));
+    const drained = performance.now();
+    watchdog.waitsFor = `the refit after step ${step}`;
+    const times = await withTrainer(() => refit.push(declared(false)));
+    generator.release();
+    pool.trained();
+    const refitted = performance.now();
 
     // Report
     const line = {
       step,
       policy_version: refit.version,
-      ...batchMetrics(groups, version),
-      ...creditMetrics,
+      ...batch.metrics,
       ...stepMetrics(result),
-      ...generatorMetrics(generator, (performance.now() - begun) / 1000),
+      engine_idle_s,
       trainer_idle_s: Math.max(0, (performance.now() - begun) / 1000 - trainer.takeBusy()),
-      tokens_trained: denominator,
-      tokens_credited: credited.reduce((n, sample) => n + sum(sample.trajectory.lossMask), 0),
-      lr,
       time_generation_s: (generated - begun) / 1000,
       time_train_s: (trained - trainStart) / 1000,
-      time_refit_s: (refitted - trained) / 1000,
+      time_drain_s: (drained - trained) / 1000,
+      time_refit_s: (refitted - drained) / 1000,
       time_refit_paused_s: times.pauseMs / 1000,
       ...(times.verified !== null && { refit_verified_max: times.verified }),
       time_step_s: (performance.now() - begun) / 1000,
       loop_lag_ms_max: Math.max(0, lag.max / 1e6 - 10),
-      restarts: generator.restarts + dispatch.restarts,
+      restarts: generator.restarts + dispatch.restarts + trainer.restarts + tokenizer.restarts,
       retries: bus.counters.retries ?? 0,
-      dummy_micro_batches: plan.numDummies,
-      ...promptMetrics,
-      ...Object.fromEntries([...drops].map(([reason, count]) => [`dropped_${reason}`, count])),
+      dummy_micro_batches: dummies,
     };
-    generator.release();
     lag.reset();
-    drops.clear();
     progress.clear();
     metrics.write(line);
-    ledger.record({ kind: 'step', step });
+    ledger.record({ kind: 'step', step, metrics: line });
     say(formatStep(line, numSteps));
     if (health.check(line) === 'flat') {
       const samples = groups.slice(0, 2).map(({ prompt, rollouts }) => ({ prompt, rollout: rollouts[0] as Rollout }));
       say('What was said in two of its rollouts:');
-      for (const text of await orFatal(sampleLines(workers.tokenizer, samples, facts.stopTokenIds))) say(text);
+      for (const text of await orFatal(sampleLines(tokenizer, samples, facts.stopTokenIds))) say(text);
     }
 
     if (options['ckpt.save_steps'] > 0 && step % options['ckpt.save_steps'] === 0) await checkpoint();
-    if (options['eval.steps'] > 0 && step % options['eval.steps'] === 0 && step < numSteps && !stopper.signal)
-      await evaluateNow(false);
+    if (options['eval.steps'] > 0 && step % options['eval.steps'] === 0 && step < numSteps && !stopper.signal) {
+      watchdog.waitsFor = `the evaluation after step ${step}`;
+      evaluating = evaluateNow(false);
+      if (isSynchronous) await evaluating;
+      else evaluating.catch(() => {}); // the next refit learns of it
+    }
   }
 
   // The end
+  pool.stop();
+  await orFatal(evaluating);
   if (savedAt !== step && (stopper.signal || !options['ckpt.disable_final_save'])) await checkpoint();
+  watchdog.waitsFor = 'the last evaluation';
   if (!stopper.signal) await evaluateNow(true);
+  watchdog.close();
   if (promptLog.hasDropped) say(promptLog.summary('train', promptLog.totalRead));
+  const ran = step < numSteps ? `, since the ${options['data.num_epochs']} epochs of prompts are used up` : '';
   say(
     stopper.signal
       ? `Stopped after step ${step}, saved; the same command with --resume --run.dir ${runDir} goes on`
-      : `Done: ${step} steps, policy version ${refit.version}`,
+      : `Done: ${step} steps${ran}, policy version ${refit.version}`,
   );
   say(`Run directory ${runDir}`);
 }
@@ -713,26 +470,14 @@ async function train(args: Context): Promise<void> {
 // ---- Small things ----
 
 /** The length of each prompt as the chat template renders it, or why it cannot. */
-async function measure(tokenizer: Worker, prompts: readonly Pick<Prompt, 'input' | 'tools'>[]): Promise<Length[]> {
-  const { fields, frames } = await tokenizer.peer.request('render', { items: prompts.map(renderItem) });
+async function measure(tokenizer: Tokenizer, prompts: readonly Pick<Prompt, 'input' | 'tools'>[]): Promise<Length[]> {
+  const { fields, frames } = await tokenizer.request('render', { items: prompts.map(renderItem) });
   return fields.errors.map((error, i) => error ?? (frames.lengths[i] as number));
-}
-
-function renderItem({ input, tools }: Pick<Prompt, 'input' | 'tools'>) {
-  const messages = typeof input === 'string' ? [{ role: 'user', content: input }] : input;
-  return { messages, tools, template_kwargs: {}, add_generation_prompt: true };
-}
-
-/** Rows for parity: a real prompt where the template takes it, and ids that visit the whole vocabulary. */
-async function probeRows(tokenizer: Worker, prompt: Prompt, vocabSize: number, maxLen: number): Promise<Int32Array[]> {
-  const { frames } = await tokenizer.peer.request('render', { items: [renderItem({ ...prompt, tools: null })] });
-  const spread = Int32Array.from({ length: PROBE_IDS }, (_, k) => (k * 7919 + 13) % vocabSize);
-  return [frames.ids.slice(0, maxLen), spread.slice(0, maxLen)].filter((row) => row.length > 1);
 }
 
 /** What was said in some rollouts, one line each. Stop tokens are left out, other markup of the policy is shown. */
 async function sampleLines(
-  tokenizer: Worker,
+  tokenizer: Tokenizer,
   samples: Evaluation['samples'],
   stopIds: readonly number[],
 ): Promise<string[]> {
@@ -741,26 +486,13 @@ async function sampleLines(
     const ids = rows.flat().filter((row) => row.policy === policy);
     if (ids.length === 0) return [];
     const frames = flatRows(ids.map((row) => row.ids));
-    return [...(await tokenizer.peer.request('decode', { skip_special: !policy }, frames)).fields.texts];
+    return [...(await tokenizer.request('decode', { skip_special: !policy }, frames)).fields.texts];
   };
   const texts = { true: await decode(true), false: await decode(false) };
   return samples.map(({ prompt, rollout }, i) => {
     const said = (rows[i] ?? []).map(({ policy }) => ({ policy, text: texts[`${policy}`].shift() ?? '' }));
     return formatSample(prompt, rollout, said);
   });
-}
-
-function messageOf(error: unknown): string {
-  if (!(error instanceof Error)) return String(error);
-  return (process.env.MOLT_DEBUG && error.stack) || error.message;
-}
-
-/** The command line without what names or resumes a run directory; words with spaces quoted. */
-function resumable(argv: readonly string[]): string[] {
-  const words = argv.filter(
-    (word, i) => !/^--(run\.dir|run\.resume|resume)(=|$)/.test(word) && argv[i - 1] !== '--run.dir',
-  );
-  return words.map((word) => (/^[\w./:=,-]+$/.test(word) ? word : `'${word.replaceAll("'", "'\\''")}'`));
 }
 
 /** A seed below 2^53 that depends on everything it is given. */

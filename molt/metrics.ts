@@ -75,6 +75,18 @@ const TABLE = {
   rollouts: row('rollouts', 'sum', 'groups x rollout.n_samples_per_prompt', 'rollouts trained'),
   turns_mean: row('turns', 'mean of rollouts', 'as the task needs', 'turns of the policy'),
   response_tokens_mean: row('tokens', 'mean of rollouts', 'steady', 'tokens the policy sampled, all turns together'),
+  refilled: row(
+    'rollouts',
+    'sum',
+    '0',
+    'rollouts that ended without a reward and were tried again (rollout.failed_members)',
+  ),
+  stale_tokens_mean: row(
+    'tokens',
+    'mean of rollouts',
+    'as response_tokens_mean',
+    'sampled for rollouts of groups dropped as stale: more than response_tokens_mean = long ones are lost',
+  ),
   truncated_ratio: row('1', 'mean of rollouts', '< 0.2', 'rollouts cut by a token, turn or context limit'),
 
   loss: row('1', 'sum', 'near 0', 'policy loss over the trained tokens of the batch, normalised once over all ranks'),
@@ -132,6 +144,7 @@ const TABLE = {
   ),
   time_generation_s: row('s', 'sum', 'most of the step', 'waiting for the batch'),
   time_train_s: row('s', 'sum', 'steady', 'forward, backward and optimizer'),
+  time_drain_s: row('s', 'sum', '0 when partial', 'waiting for rollouts to end before a refit'),
   time_refit_s: row('s', 'sum', 'small', 'push, load and verify'),
   time_refit_paused_s: row('s', 'max', 'smaller', 'the part of it in which engines stood still'),
   time_step_s: row('s', 'sum', 'steady', 'the whole step'),

@@ -108,6 +108,8 @@ const choice = <const C extends string>(
   ...more,
 });
 
+const ASYNCHRONOUS = [{ option: 'train.max_staleness', not: [0] }] as const;
+const FILTERED = [{ option: 'algo.dynamic_filtering_enable', is: [true] }] as const;
 const REINFORCE = [{ option: 'algo.advantage.estimator', is: ['reinforce'] }] as const;
 const WHITENED = [{ option: 'algo.advantage.estimator', is: ['reinforce', 'reinforce_baseline'] }] as const;
 const CORRECTED = [{ option: 'algo.advantage.is_correction_level', is: ['token'] }] as const;
@@ -162,7 +164,14 @@ export const GROUPS: Readonly<Record<string, string>> = {
 
 export const OPTIONS = {
   'run.dir': text('', 'directory of the run; empty = a new numbered one, runs/<recipe>-NNN'),
-  'run.resume': bool(false, 'continue the run in run.dir from its newest complete checkpoint (also --resume)'),
+  'run.resume': bool(
+    false,
+    'continue the run in run.dir: its newest complete checkpoint, then what the ledger has beyond it (also --resume)',
+  ),
+  'run.replay': text('', 'train the recorded batches of this run directory again, nothing else (also --replay)'),
+  'run.ledger_gb': float(20, 'size of the ledger above which parts that every kept checkpoint covers are deleted', {
+    min: 0,
+  }),
 
   'train.num_steps': int(100, 'optimizer steps of the whole run', { min: 1 }),
   'train.batch_size': int(16, 'prompt groups in one optimizer step', { min: 1 }),
@@ -181,10 +190,26 @@ export const OPTIONS = {
   'train.max_epochs': int(1, 'optimizer steps on each batch; more than one makes the importance ratio differ from 1', {
     min: 1,
   }),
-  'train.max_staleness': int(0, 'refits between sampling and training of a token; 0 = synchronous', { min: 0 }),
+  'train.max_staleness': int(0, 'refits between sampling and training of a token, at most; 0 = synchronous', {
+    min: 0,
+    max: 1000,
+  }),
   'train.partial_rollout_enable': bool(
     false,
-    'requests go on across a refit, so that a trajectory may hold tokens of several versions',
+    'requests go on across a refit, so that a trajectory may hold tokens of several versions; false = the pool drains first',
+    { effect: ASYNCHRONOUS },
+  ),
+  'train.batch_order': choice(
+    ['first_finished', 'dispatch_order'],
+    'first_finished',
+    'groups of the next batch: those that finished first, or those that began first (no bias to short ones, longer waits)',
+    { effect: ASYNCHRONOUS },
+  ),
+  'train.late': choice(
+    ['wait', 'drop'],
+    'wait',
+    'unfinished groups that would be too old for any later step: the batch waits for them, or they are dropped as stale',
+    { effect: ASYNCHRONOUS },
   ),
 
   'actor.model_name_or_path': text('', 'directory of the policy in Hugging Face format'),
@@ -240,6 +265,18 @@ export const OPTIONS = {
     effect: CORRECTED,
   }),
 
+  'algo.dynamic_filtering_enable': bool(
+    false,
+    'drop groups whose mean score is outside algo.dynamic_filtering_range, and sample others in their place',
+  ),
+  'algo.dynamic_filtering_range': pair(
+    [0, 1],
+    'mean score of a group that is trained lies between these, both excluded',
+    {
+      effect: FILTERED,
+    },
+  ),
+
   'reward.clip_range': pair([-10, 10], 'rewards are clipped to this before any baseline'),
 
   'rollout.n_samples_per_prompt': int(8, 'rollouts of one prompt, the size of a group', { min: 1 }),
@@ -251,6 +288,12 @@ export const OPTIONS = {
     max: 2_000_000,
   }),
   'rollout.num_runners': int(1, 'processes that host the agents', { min: 1, max: 256 }),
+  'rollout.failed_members': choice(
+    ['keep', 'refill', 'drop'],
+    'keep',
+    'a group with a rollout that ended without a reward: trained with the others (two at least), the rollout is tried ' +
+      'again up to three times, or the group is dropped',
+  ),
   'rollout.max_failure_rate': float(
     0.5,
     'share of recent rollouts that may end without a reward before the run stops with the commonest cause',
@@ -289,6 +332,9 @@ export const OPTIONS = {
       'train.seed, or the first ones without data.shuffle; 0 = all',
     { min: 0 },
   ),
+  'data.num_epochs': int(0, 'times that each prompt is given out before the run ends; 0 = as train.num_steps needs', {
+    min: 0,
+  }),
   'data.shuffle': bool(true, 'another order of the prompts in each epoch, by train.seed; false = as they come'),
   'data.silence_s': float(300, 'seconds without a line after which a Python program that prints prompts is killed', {
     above: 0,
@@ -373,7 +419,19 @@ export const OPTIONS = {
   'launch.port': int(0, 'port of the controller on the loopback interface; 0 = any free one', { min: 0, max: 65535 }),
   'launch.silence_s': float(60, 'seconds without a sign of life after which a worker is killed', { above: 0 }),
   'launch.ready_s': float(600, 'the same while it loads its model', { above: 0 }),
-  'launch.max_restarts': int(3, 'restarts of one engine or runner before the run goes on without it', { min: 0 }),
+  'launch.stall_s': float(
+    120,
+    'seconds in which nothing happens after which the run prints who waits on whom, and stacks',
+    {
+      above: 0,
+      max: 2_000_000,
+    },
+  ),
+  'launch.max_restarts': int(
+    3,
+    'restarts of one engine or runner before the run goes on without it; of the trainer or the tokenizer before it ends',
+    { min: 0 },
+  ),
   'launch.python': text('', 'interpreter of Python workers and prompts; empty = .venv of the repository', {
     effect: [...PYTHON, ...PROGRAMS],
   }),

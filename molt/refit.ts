@@ -15,6 +15,7 @@
  */
 import { mkdirSync } from 'node:fs';
 import { join } from 'node:path';
+import { crc32 } from 'node:zlib';
 import type { Engine, Generator } from './generator.ts';
 import type { TensorTable, Trainer } from './trainer.ts';
 import { flatRows } from './trainer.ts';
@@ -30,6 +31,15 @@ export interface RefitTimes {
   readonly pauseMs: number; // engines stand still: pause, load, verify, resume
   readonly bytes: number;
   readonly verified: number | null; // largest |dlogp| of the probes, null when the layout was not due
+}
+
+/** A version that engines have verified and will sample from now on. */
+export interface Declared {
+  readonly version: number;
+  readonly engines: number; // that took it
+  readonly of: number; // that were there
+  readonly checksum: number; // CRC32 of the tensors' checksums, in order
+  readonly bytes: number;
 }
 
 interface Staged {
@@ -95,41 +105,55 @@ export class Refit {
     return { mean: sum / (expected.length * engines.length), max };
   }
 
-  /** After a resume: give engines the restored weights, under the version that they had. */
-  async resumeAt(version: number): Promise<RefitTimes> {
+  /**
+   * After a resume: give engines the restored weights, under the version that they had, or under the next one where
+   * these are not the same weights to the bit (`checksum` of what was declared; null = never).
+   */
+  async resumeAt(
+    version: number,
+    checksum: number | null,
+    onDeclared: (declared: Declared) => void,
+  ): Promise<RefitTimes> {
     this.#version = version - 1;
-    return this.push();
+    return this.push(onDeclared, checksum);
   }
 
-  /** One refit. Rejects when the trainer fails or when no engine can take the weights. */
-  async push(): Promise<RefitTimes> {
+  /**
+   * One refit. `onDeclared` is called before any engine samples the new version. Rejects when the trainer fails or when no
+   * engine can take the weights.
+   */
+  async push(onDeclared: (declared: Declared) => void, expected: number | null = null): Promise<RefitTimes> {
     let settle = () => {};
     this.#settled = new Promise((resolve) => {
       settle = resolve;
     });
     try {
-      return await this.#push();
+      return await this.#push(onDeclared, expected);
     } finally {
       settle();
     }
   }
 
-  async #push(): Promise<RefitTimes> {
-    const version = this.#version + 1;
+  async #push(onDeclared: (declared: Declared) => void, expected: number | null): Promise<RefitTimes> {
+    let version = this.#version + 1;
     const started = performance.now();
-    const staged = await this.#stage(version);
+    let staged = await this.#stage(version);
+    if (expected !== null && checksumOf(staged) !== expected) staged = await this.#stage(++version);
     const stagedAt = performance.now();
     const engines = this.#generator.engines;
     const results = await Promise.all(engines.map((engine) => this.#swap(engine, staged)));
     if (!results.some((result) => result.ok)) await this.#verifiedByNewEngine(version);
     this.#version = version;
     this.#refits++;
+    const bytes = staged.tensors.reduce((n, tensor) => n + tensor.bytes, 0);
+    const took = Math.max(1, results.filter((result) => result.ok).length); // where all refused, a new one has
+    onDeclared({ version, engines: took, of: Math.max(1, engines.length), checksum: checksumOf(staged), bytes });
     await Promise.all(results.map((result) => (result.ok ? this.#resume(result.engine, version) : null)));
     const gaps = results.flatMap((result) => (result.ok && result.gap !== null ? [result.gap] : []));
     return {
       stageMs: stagedAt - started,
       pauseMs: performance.now() - stagedAt,
-      bytes: staged.tensors.reduce((n, tensor) => n + tensor.bytes, 0),
+      bytes,
       verified: gaps.length > 0 ? Math.max(...gaps) : null,
     };
   }
@@ -231,4 +255,8 @@ export class Refit {
       if (!engine.peer.isLost) throw error;
     });
   }
+}
+
+function checksumOf({ tensors }: Staged): number {
+  return crc32(Buffer.from(Uint32Array.from(tensors, (tensor) => tensor.crc32).buffer));
 }

@@ -7,16 +7,20 @@
 import type { Filter } from './data.ts';
 import { standardDeviation } from './estimators.ts';
 import type { Generator } from './generator.ts';
-import type { Ledger } from './ledger.ts';
+import type { Ledger, LedgerArray, LedgerArrays, LedgerEvent } from './ledger.ts';
 import type { Progress } from './metrics.ts';
 import type { Split } from './sources.ts';
+import { Stretch } from './stretch.ts';
 import type { StepResult } from './trainer.ts';
-import type { Group, Rollout } from './types.ts';
+import type { Group, Rollout, Trajectory } from './types.ts';
 
 // ---- Numbers ----
 
+type MetricLine = Readonly<Record<string, number | null>>;
+
 /** What the rollouts of a batch were like. Means are over rollouts, so a rollout in many pieces counts once. */
-export function batchMetrics(groups: readonly Group[], version: number): Record<string, number> {
+export async function batchMetrics(groups: readonly Group[], version: number): Promise<Record<string, number>> {
+  const stretch = new Stretch();
   const rollouts = groups.flatMap((group) => group.rollouts);
   const rewards = rollouts.map((rollout) => rollout.reward ?? 0);
   let oldest = version;
@@ -28,6 +32,7 @@ export function batchMetrics(groups: readonly Group[], version: number): Record<
         responseTokens++;
         oldest = Math.min(oldest, versions[k] as number);
       }
+      await stretch.pause();
     }
   }
   const n = rollouts.length;
@@ -54,7 +59,7 @@ function infoMeans(rollouts: readonly Rollout[]): Record<string, number> {
 }
 
 /** The trainer's sums over the tokens it was sent become means here, once. */
-export function stepMetrics({ sums, maxima }: StepResult): Record<string, number> {
+export function stepMetrics({ sums, maxima }: StepResult) {
   const perToken = (key: string) => (sums[key] ?? 0) / (sums.tokens ?? 0);
   return {
     loss: sums.loss ?? 0,
@@ -75,31 +80,75 @@ export function withMismatchOf(first: StepResult, last: StepResult): StepResult 
   return { sums: { ...last.sums, ...only(first.sums) }, maxima: { ...last.maxima, ...only(first.maxima) } };
 }
 
-export function generatorMetrics(generator: Generator, stepSeconds: number): Record<string, number> {
+export function generatorMetrics(
+  generator: Generator,
+  seconds: number,
+): { tokens_generated: number; cached_token_ratio: number; engine_idle_s: number } {
   const counts = generator.takeCounts();
   return {
     tokens_generated: counts.tokens,
     cached_token_ratio: counts.promptTokens > 0 ? counts.cachedTokens / counts.promptTokens : 0,
-    engine_idle_s: Math.max(0, stepSeconds - counts.busy_s),
+    engine_idle_s: Math.max(0, seconds - counts.busy_s),
   };
 }
 
-export function recordRollout(ledger: Ledger, rollout: Rollout): void {
-  const versions = rollout.trajectories.flatMap((t) =>
-    t.spans.filter((s) => s.source === 'policy').map((s) => s.version),
+/** A finished rollout as the ledger keeps it (history.ts reads it). */
+export function rolloutRecord(rollout: Rollout): [LedgerEvent, LedgerArrays] {
+  const { trajectories, ...fields } = rollout;
+  const column = <A extends LedgerArray>(type: new (n: number) => A, of: (t: Trajectory) => A): A => {
+    const out = new type(trajectories.reduce((n, t) => n + t.ids.length, 0));
+    let at = 0;
+    for (const trajectory of trajectories) {
+      out.set(of(trajectory), at);
+      at += trajectory.ids.length;
+    }
+    return out;
+  };
+  const spans = trajectories.flatMap((t, row) =>
+    t.spans.flatMap(({ source, version, turn, from, to }) => [
+      row,
+      source === 'policy' ? 1 : 0,
+      version,
+      turn,
+      from,
+      to,
+    ]),
   );
-  ledger.record({
-    kind: 'finished',
-    rolloutId: rollout.rolloutId,
-    groupId: rollout.groupId,
-    attempt: rollout.attempt,
-    reason: rollout.reason,
-    detail: rollout.detail,
-    reward: rollout.reward,
-    turns: rollout.turns,
-    tokens: rollout.trajectories.reduce((n, t) => n + sum(t.lossMask), 0),
-    versions: versions.length > 0 ? [Math.min(...versions), Math.max(...versions)] : [],
-  });
+  return [
+    { kind: 'finished', ...fields },
+    {
+      lengths: Int32Array.from(trajectories, (t) => t.ids.length),
+      ids: column(Int32Array, (t) => t.ids),
+      loss_mask: column(Uint8Array, (t) => t.lossMask),
+      logprobs: column(Float32Array, (t) => t.logprobs),
+      versions: column(Int32Array, (t) => t.versions),
+      turns: column(Int32Array, (t) => t.turns),
+      spans: Int32Array.from(spans),
+    },
+  ];
+}
+
+/** Of an evaluation: what became of it, without its tokens. */
+export function evaluationRecord(rollout: Rollout): LedgerEvent {
+  const { rolloutId, attempt, reason, detail, reward, score, turns } = rollout;
+  return { kind: 'evaluated', rolloutId, attempt, reason, detail, reward, score, turns, tokens: tokensOf(rollout) };
+}
+
+/** What is the same on every machine must come out the same: the largest relative difference, and of which metric. */
+export function differenceOf(computed: MetricLine, recorded: MetricLine): { name: string; difference: number } {
+  let worst = { name: '', difference: 0 };
+  for (const [name, value] of Object.entries(computed)) {
+    const before = recorded[name];
+    if (value === before || typeof value !== 'number' || typeof before !== 'number') continue;
+    const difference = Math.abs(value - before) / Math.max(Math.abs(before), Number.MIN_VALUE);
+    if (difference > worst.difference) worst = { name, difference };
+  }
+  return worst;
+}
+
+/** Tokens the policy sampled for it. */
+export function tokensOf(rollout: Rollout): number {
+  return rollout.trajectories.reduce((n, t) => n + sum(t.lossMask), 0);
 }
 
 // ---- Prompts that are left out ----

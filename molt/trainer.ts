@@ -5,19 +5,21 @@
  *   1. Every rank gets the same number of micro-batches and the same global denominators, so the gradient does not
  *      depend on how the batch is split.
  *   2. Replies are sums and maxima, never means: sums add up over ranks, maxima are compared.
- *   3. The first rank that fails or exits ends the whole group, with its traceback.
- * Called by loop.ts, refit.ts and checkpoint.ts. Talks to workers/trainer.py (protocol.ts: rows, run, logprobs,
+ *   3. The first rank that exits ends the whole group, with its traceback: requests reject with TrainerLost, until
+ *      `restart`. What the weights had learned is then in the checkpoint and the ledger, and loop.ts trains it again.
+ * Called by batch.ts, loop.ts, refit.ts and checkpoint.ts. Talks to workers/trainer.py (protocol.ts: rows, run, logprobs,
  * push_weights, save, restore, export). Elsewhere called: learner, actor worker group.
  */
 import type { Launcher, Worker } from './launch.ts';
 import { lastWords } from './launch.ts';
 import { type BatchPlan, rowColumns } from './packing.ts';
-import type { Frames, ReplyFields } from './protocol.ts';
+import { type Frames, RemoteError, type ReplyFields } from './protocol.ts';
+import { Stretch } from './stretch.ts';
 import type { Sample } from './types.ts';
 import { invariant } from './types.ts';
 
-/** Tokens per `rows` message: 17 bytes each, far below the message limit. */
-const PART_TOKENS = 1_000_000;
+/** Tokens per `rows` message. */
+const PART_TOKENS = 250_000; // gathered in a few milliseconds
 
 export interface LossOptions {
   readonly clipLowHigh: readonly [number, number];
@@ -33,40 +35,71 @@ export interface StepResult {
 
 export type TensorTable = ReplyFields<'push_weights'>['tensors'];
 
+/** A rank is gone, and with it what the weights of the group had learned since the last checkpoint. */
+export class TrainerLost extends Error {}
+
 export class Trainer {
-  readonly #ranks: readonly Worker[];
+  readonly #start: (life: number) => readonly Worker[];
   readonly #launcher: Launcher;
   readonly #loss: LossOptions;
   readonly #temperature: number;
   readonly #packed: boolean;
-  #reject: (error: Error) => void = () => {};
+  #ranks: readonly Worker[];
+  #lost: TrainerLost | null = null;
+  #failed: Promise<never> = new Promise(() => {});
+  #life = 0;
   #closing = false;
-  /** Rejects when a rank is lost, with its last words. Never resolves. */
-  readonly failed: Promise<never>;
   #busyMs = 0;
+  answers = 0; // so far
 
+  /** `start` starts the processes of all ranks; `life` counts how often. */
   constructor(args: {
-    ranks: readonly Worker[];
+    start: (life: number) => readonly Worker[];
     launcher: Launcher;
     loss: LossOptions;
     temperature: number;
     packed: boolean;
   }) {
-    this.#ranks = args.ranks;
+    this.#start = args.start;
     this.#launcher = args.launcher;
     this.#loss = args.loss;
     this.#temperature = args.temperature;
     this.#packed = args.packed;
-    this.failed = new Promise((_, reject) => {
-      this.#reject = reject;
-    });
-    this.failed.catch(() => {}); // a run that ends for another reason never looks at it
-    for (const rank of this.#ranks) void rank.peer.lost.then((reason) => this.#onLost(rank, reason)); // lost never rejects
+    this.#ranks = this.#watched();
   }
 
-  /** All ranks have loaded the model. Rejects with the first cause. */
+  get isLost(): boolean {
+    return this.#lost !== null;
+  }
+  get restarts(): number {
+    return this.#life;
+  }
+  /** What rank 0 said when it was ready. */
+  get info(): Promise<unknown> {
+    return this.#or((this.#ranks[0] as Worker).peer.ready);
+  }
+
+  /** All ranks have loaded the model. Rejects with TrainerLost and the first cause. */
   async ready(): Promise<void> {
     await this.#or(Promise.all(this.#ranks.map((rank) => rank.peer.ready)));
+  }
+
+  /** New processes in place of a lost group, with the weights of the model directory. Resolves when they are ready. */
+  async restart(): Promise<void> {
+    await Promise.all(this.#ranks.map((rank) => this.#launcher.kill(rank)));
+    this.#life++;
+    this.#lost = null;
+    this.#ranks = this.#watched();
+    await this.ready();
+  }
+
+  #watched(): readonly Worker[] {
+    const ranks = this.#start(this.#life);
+    this.#failed = new Promise((_, reject) => {
+      for (const rank of ranks) void rank.peer.lost.then((reason) => this.#onLost(ranks, rank, reason, reject)); // lost never rejects
+    });
+    this.#failed.catch(() => {}); // whoever asks for something learns of it
+    return ranks;
   }
 
   /** Seconds that requests took since the last call. */
@@ -100,8 +133,14 @@ export class Trainer {
       this.#ranks.map(async (rank, r) => {
         const share = plan.ranks[r];
         invariant(share, `no plan for rank ${r}`);
-        const parts = rowParts(share.samples, samples, old);
-        const sent = parts.map((frames, part) => rank.peer.request('rows', { step, part, of: parts.length }, frames));
+        const parts = rowParts(share.samples, samples);
+        const stretch = new Stretch();
+        let sent: Promise<unknown> = Promise.resolve();
+        for (const [part, rows] of parts.entries()) {
+          await sent; // one part of a large batch exists at a time
+          await stretch.pause();
+          sent = rank.peer.request('rows', { step, part, of: parts.length }, rowFrames(rows, samples, old));
+        }
         const run = rank.peer.request('run', {
           step,
           version,
@@ -119,7 +158,7 @@ export class Trainer {
             is_high: isHigh,
           },
         });
-        return (await Promise.all([run, ...sent]))[0].fields;
+        return (await Promise.all([run, sent]))[0].fields;
       }),
     );
     return merge(replies);
@@ -191,20 +230,27 @@ export class Trainer {
       return await this.#or(Promise.all(requests));
     } finally {
       this.#busyMs += performance.now() - start;
+      this.answers++;
     }
   }
 
   /** A rank that dies must not leave us waiting for the ranks that wait for it. */
   #or<T>(work: Promise<T>): Promise<T> {
-    work.catch(() => {}); // when `failed` wins
-    return Promise.race([work, this.failed]);
+    const failed = this.#failed;
+    const told = work.catch((error: unknown) => {
+      const isDying = error instanceof RemoteError && (error.type === 'lost' || error.type === 'fatal');
+      if (isDying && !this.#closing) return failed; // what it says as the process ends has the whole cause
+      throw error;
+    });
+    told.catch(() => {}); // when `failed` wins
+    return Promise.race([told, failed]);
   }
 
-  #onLost(rank: Worker, reason: Error): void {
-    if (this.#closing) return;
-    this.#closing = true;
-    this.#reject(new Error(`Trainer rank ${rank.spec.id} is gone: ${reason.message}\n${lastWords(rank)}`));
-    for (const other of this.#ranks) if (other !== rank) void this.#launcher.kill(other); // they wait in a collective
+  #onLost(ranks: readonly Worker[], rank: Worker, reason: Error, reject: (error: Error) => void): void {
+    if (this.#closing || this.#lost || ranks !== this.#ranks) return;
+    this.#lost = new TrainerLost(`Trainer rank ${rank.spec.id} is gone: ${reason.message}\n${lastWords(rank)}`);
+    reject(this.#lost);
+    for (const other of ranks) if (other !== rank) void this.#launcher.kill(other); // they wait in a collective
   }
 }
 
@@ -219,12 +265,8 @@ export function flatRows(rows: readonly Int32Array[]): { ids: Int32Array; length
   return { ids, lengths: Int32Array.from(rows, (row) => row.length) };
 }
 
-/** The `rows` messages of one rank: at least one, each of at most PART_TOKENS tokens or one row. */
-function rowParts(
-  mine: readonly number[],
-  samples: readonly Sample[],
-  old: readonly Float32Array[] | null,
-): Frames<'rows'>[] {
+/** The `rows` messages of one rank, as sample indices: at least one, each of at most PART_TOKENS tokens or one row. */
+function rowParts(mine: readonly number[], samples: readonly Sample[]): readonly (readonly number[])[] {
   const parts: number[][] = [[]];
   let tokens = 0;
   for (const i of mine) {
@@ -236,10 +278,23 @@ function rowParts(
     (parts.at(-1) as number[]).push(i);
     tokens += length;
   }
-  return parts.map((part) => ({
-    ...rowColumns(part.map((i) => samples[i] as Sample)),
-    ...(old && { old_logprobs: Float32Array.from(part.flatMap((i) => Array.from(old[i] as Float32Array))) }),
-  }));
+  return parts;
+}
+
+function rowFrames(
+  rows: readonly number[],
+  samples: readonly Sample[],
+  old: readonly Float32Array[] | null,
+): Frames<'rows'> {
+  const columns = rowColumns(rows.map((i) => samples[i] as Sample));
+  if (!old) return columns;
+  const flat = new Float32Array(columns.ids.length);
+  let at = 0;
+  for (const i of rows) {
+    flat.set(old[i] as Float32Array, at);
+    at += (old[i] as Float32Array).length;
+  }
+  return { ...columns, old_logprobs: flat };
 }
 
 function merge(replies: readonly ReplyFields<'run'>[]): StepResult {

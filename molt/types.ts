@@ -94,6 +94,21 @@ export type DropReason =
   | 'other_distribution'
   | 'invalid_trajectory';
 
+/**
+ * What an engine was asked and what it gave, as the controller saw it: from this the audit proves that a trajectory holds
+ * exactly these tokens. CRC32 over little-endian bytes.
+ */
+export interface Proof {
+  readonly turn: number;
+  readonly engine: string; // that sampled the last of it
+  readonly seed: number;
+  readonly temperature: number;
+  readonly plain: boolean; // no top_p, no top_k: softmax(logits / temperature) and nothing else
+  readonly maxTokens: number;
+  readonly prompt: { readonly tokens: number; readonly crc: number }; // i32 ids
+  readonly sampled: { readonly tokens: number; readonly crc: number }; // i32 ids, f32 logprobs, i32 versions
+}
+
 /** One attempt of the agent at one prompt, ended. */
 export interface Rollout {
   readonly rolloutId: string;
@@ -108,6 +123,7 @@ export interface Rollout {
   readonly info: Readonly<Record<string, number>>;
   readonly turns: number;
   readonly trajectories: readonly Trajectory[];
+  readonly proofs: readonly Proof[]; // one for each turn of this attempt
   readonly dispatchedVersion: number;
 }
 

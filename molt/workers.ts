@@ -13,9 +13,10 @@ import type { Bus } from './bus.ts';
 import { type Options, simulatedScript } from './config.ts';
 import { Dispatch } from './dispatch.ts';
 import { Generator } from './generator.ts';
-import { type Launcher, lastWords, nodeCommand, pythonCommand, type Worker, type WorkerSpec } from './launch.ts';
+import { type Launcher, nodeCommand, pythonCommand, type WorkerSpec } from './launch.ts';
 import { Refit } from './refit.ts';
 import { rendezvousPath } from './run_dir.ts';
+import { Tokenizer } from './tokenizer.ts';
 import { Trainer } from './trainer.ts';
 import type { Json } from './types.ts';
 
@@ -25,7 +26,7 @@ const MAX_THREADS = 8;
 const LAYOUT_BOUND = { float32: 1e-4, bfloat16: 0.5 } as const;
 
 export interface Workers {
-  readonly tokenizer: Worker;
+  readonly tokenizer: Tokenizer;
   readonly trainer: Trainer;
   readonly generator: Generator;
   readonly refit: Refit;
@@ -56,34 +57,19 @@ export function openWorkers(args: {
   bus: Bus;
   launcher: Launcher;
   event: (name: string, detail: Record<string, string | number>) => void;
+  recorded: () => Promise<void>;
 }): Workers {
   const { options, runDir, launcher, event } = args;
   const startedAt = performance.now();
   const specs = workerSpecs(options, runDir);
-  const tokenizer = launcher.start(specs.tokenizer());
-  const rankSpecs = Array.from({ length: options['trainer.num_ranks'] }, (_, rank) => specs.rank(rank));
-  // Simulated ranks share their all-reduce, so they live in one process.
-  const ranks =
-    options['trainer.kind'] === 'simulated'
-      ? launcher.startMany(rankSpecs)
-      : rankSpecs.map((spec) => launcher.start(spec));
-  const trainer = new Trainer({
-    ranks,
-    launcher,
-    loss: {
-      clipLowHigh: options['actor.eps_clip_low_high'],
-      isLevel: options['algo.advantage.is_correction_level'],
-      isMode: options['algo.advantage.is_correction_mode'],
-      isThreshold: options['algo.advantage.is_correction_threshold'],
-    },
-    temperature: options['rollout.temperature'],
-    packed: options['fsdp.packing_samples'],
-  });
+  const maxRestarts = options['launch.max_restarts'];
+  const tokenizer = new Tokenizer({ launcher, spec: specs.tokenizer, maxRestarts, event });
+  const trainer = openTrainer({ options, runDir, launcher });
   const generator = new Generator({
     launcher,
     spec: specs.engine,
     maxRequests: options['engine.max_requests'],
-    maxRestarts: options['launch.max_restarts'],
+    maxRestarts,
     hooks: { join: (engine) => refit.join(engine), event },
   });
   const dtype =
@@ -99,18 +85,15 @@ export function openWorkers(args: {
     launcher,
     spec: specs.runner,
     generator,
-    tokenizer: () => tokenizer.peer,
-    maxRestarts: options['launch.max_restarts'],
-    hooks: { version: () => refit.version, event },
-  });
-  const tokenizerLost = tokenizer.peer.lost.then((reason) => {
-    throw new Error(`The tokenizer is gone: ${reason.message}\n${lastWords(tokenizer)}`);
+    tokenizer,
+    maxRestarts,
+    hooks: { version: () => refit.version, recorded: args.recorded, event },
   });
   let fail: (error: Error) => void = () => {};
   const broken = new Promise<never>((_, reject) => {
     fail = reject;
   });
-  const fatal = Promise.race([broken, trainer.failed, generator.failed, dispatch.failed, tokenizerLost]);
+  const fatal = Promise.race([broken, generator.failed, dispatch.failed, tokenizer.failed]);
   fatal.catch(() => {}); // also when the run ends as it should
   const orFatal = <T>(work: Promise<T>): Promise<T> => {
     work.catch(() => {}); // when `fatal` wins
@@ -123,7 +106,7 @@ export function openWorkers(args: {
     started.push(`${name} ${((performance.now() - startedAt) / 1000).toFixed(1)} s`);
   };
   const all = Promise.all([
-    timed('tokenizer', tokenizer.peer.ready),
+    timed('tokenizer', tokenizer.ready),
     timed('trainer', trainer.ready()),
     timed(
       'engines',
@@ -135,12 +118,8 @@ export function openWorkers(args: {
     ),
   ]);
   const ready = orFatal(all).then(async (): Promise<Facts> => {
-    const template = (await tokenizer.peer.ready) as {
-      stop_token_ids: readonly number[];
-      suffix_exact: boolean;
-      suffix_note: string;
-    };
-    const { vocab_size } = (await (ranks[0] as Worker).peer.ready) as { vocab_size: number };
+    const template = await tokenizer.ready;
+    const { vocab_size } = (await trainer.info) as { vocab_size: number };
     return {
       stopTokenIds: template.stop_token_ids,
       vocabSize: vocab_size,
@@ -150,11 +129,37 @@ export function openWorkers(args: {
     };
   });
   const close = () => {
+    tokenizer.close();
     generator.close();
     dispatch.close();
     trainer.close();
   };
-  return { tokenizer, trainer, generator, refit, dispatch, numRanks: ranks.length, dtype, ready, orFatal, fail, close };
+  const numRanks = options['trainer.num_ranks'];
+  return { tokenizer, trainer, generator, refit, dispatch, numRanks, dtype, ready, orFatal, fail, close };
+}
+
+/** Starts the ranks. */
+export function openTrainer(args: { options: Options; runDir: string; launcher: Launcher }): Trainer {
+  const { options, runDir, launcher } = args;
+  const specs = workerSpecs(options, runDir);
+  return new Trainer({
+    start: (life) => {
+      const ranks = Array.from({ length: options['trainer.num_ranks'] }, (_, rank) => specs.rank(rank, life));
+      // Simulated ranks share their all-reduce, so they live in one process.
+      return options['trainer.kind'] === 'simulated'
+        ? launcher.startMany(ranks)
+        : ranks.map((spec) => launcher.start(spec));
+    },
+    launcher,
+    loss: {
+      clipLowHigh: options['actor.eps_clip_low_high'],
+      isLevel: options['algo.advantage.is_correction_level'],
+      isMode: options['algo.advantage.is_correction_mode'],
+      isThreshold: options['algo.advantage.is_correction_threshold'],
+    },
+    temperature: options['rollout.temperature'],
+    packed: options['fsdp.packing_samples'],
+  });
 }
 
 // ---- What each process is started with ----
@@ -165,7 +170,6 @@ function workerSpecs(options: Options, runDir: string) {
   const script = simulatedScript(options);
   const python = (file: string) => pythonCommand(file, options['launch.python'] || undefined);
   const simulated = () => nodeCommand('workers/simulated.ts');
-  const rendezvous = `file://${rendezvousPath(runDir)}`;
   const spec = (
     kind: WorkerSpec['kind'],
     index: number,
@@ -192,13 +196,13 @@ function workerSpecs(options: Options, runDir: string) {
         prefill_tokens: options['engine.prefill_tokens'],
         seed: options['train.seed'],
       }),
-    rank: (rank: number): WorkerSpec => ({
+    rank: (rank: number, life: number): WorkerSpec => ({
       env: threadsEnv(options['trainer.num_threads'] || trainerShare(options['trainer.num_ranks'])),
       ...spec('trainer', rank, options['trainer.kind'] === 'simulated' ? simulated() : python('trainer.py'), {
         model_path: model,
         rank,
         world_size: options['trainer.num_ranks'],
-        rendezvous,
+        rendezvous: `file://${rendezvousPath(runDir)}-${life}`, // a store of one life only
         device: options['trainer.device'],
         param_dtype: options['fsdp.param_dtype'],
         attn_implementation: 'sdpa',
