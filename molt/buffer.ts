@@ -12,9 +12,10 @@
  *      step can never shrink it. A batch counts as training until its refit is over: what is admitted between the two is
  *      sampled by the old version. (In a synchronous run the next batch may be admitted meanwhile if its turns are held
  *      until the refit: `heldCapacity`.) No more is admitted than the steps that are left can train.
- *   3. What is trained at version V was sampled by V - max_staleness or later. Groups that would be older at the next
- *      step are due: they go into this batch, or it waits for them (`late` wait), or they are dropped as stale (`late`
- *      drop). There are never more than a batch of them, since no more were live when their version ended.
+ *   3. What is trained at version V was sampled by V - max_staleness or later. Groups that later batches could not all take
+ *      in time are due: they go into this batch, or it waits for them (`late` wait), or they are dropped as stale (`late`
+ *      drop). It is not enough to look at those that would be too old for the next batch: batches that prefer newer
+ *      groups pile up more than one batch of them.
  *   4. Only whole groups leave: a group is decided once.
  *   5. Nothing waits at the end: when no more comes, the last batch may be short.
  * Called by pool.ts. Pure: no I/O, no clock.
@@ -83,7 +84,8 @@ export class Buffer {
   }
   #room(most: number): number {
     if (this.#isClosed) return 0;
-    return Math.max(0, Math.min(most, this.#stepsLeft * this.#options.batch) - this.#live);
+    const stepsToCome = this.#stepsLeft - (this.#training.length > 0 ? 1 : 0);
+    return Math.max(0, Math.min(most, stepsToCome * this.#options.batch) - this.#live);
   }
 
   /** Groups that the batch in the making has, and that it wants. */
@@ -174,9 +176,9 @@ export class Buffer {
 
   // ---- A batch ----
 
-  /** A batch at this version can be taken. False, too, while it would have to leave out a group that is due. */
+  /** A batch at this version can be taken: enough groups wait, and none that is due would be left out. */
   isReady(version: number): boolean {
-    return this.#isFull && this.#late(version).length === 0;
+    return this.#isFull && this.#due(version).late.length === 0;
   }
 
   /** Enough groups wait; whether they may go is another matter. */
@@ -190,20 +192,43 @@ export class Buffer {
     return first.length === batch && first.every((entry) => !this.#running.has(entry.groupId));
   }
 
-  /** Groups that hold up a batch which is full otherwise. */
-  #late(version: number): Entry[] {
-    const due = (entry: Entry) => entry.version <= version - this.#options.maxStaleness;
-    return [...this.#running.values()].filter(due);
+  /**
+   * What this batch must hold so that every later one can keep the bound: of the groups that k more batches may still take,
+   * all but k * batch. `late` are unfinished groups of which one each would have to be finished.
+   */
+  #due(version: number): { due: readonly Entry[]; late: readonly Entry[] } {
+    const { batch, maxStaleness } = this.#options;
+    const all = [...this.#waiting, ...this.#running.values()].sort((a, b) => a.version - b.version); // stable
+    const due = new Set<Entry>();
+    const late = new Set<Entry>();
+    for (const [i, entry] of all.entries()) {
+      if (all[i + 1]?.version === entry.version) continue; // the last of its version: all up to here are as old or older
+      const batchesLater = Math.max(0, entry.version - (version - maxStaleness));
+      let required = i + 1 - batchesLater * batch - due.size - late.size;
+      for (const other of all.slice(0, i + 1)) {
+        if (required <= 0) break;
+        if (due.has(other) || late.has(other) || this.#running.has(other.groupId)) continue;
+        due.add(other);
+        required--;
+      }
+      for (const other of all.slice(0, i + 1)) {
+        if (required <= 0) break;
+        if (due.has(other) || late.has(other)) continue;
+        late.add(other);
+        required--;
+      }
+    }
+    return { due: [...due], late: [...late] };
   }
 
   /**
-   * Drop what may no longer be trained at this version: with `late` drop, groups that are due and hold up a full batch; and
+   * Drop what may no longer be trained at this version: with `late` drop, unfinished groups that hold up a full batch; and
    * whatever is older than the bound (only a run that was resumed under another version has such).
    */
   dropStale(version: number): readonly { readonly groupId: string; readonly verdict: Verdict }[] {
     const { maxStaleness, late } = this.#options;
     const tooOld = [...this.#running.values(), ...this.#waiting].filter((e) => e.version < version - maxStaleness);
-    const heldUp = late === 'drop' && this.#isFull ? this.#late(version) : [];
+    const heldUp = late === 'drop' && this.#isFull ? this.#due(version).late : [];
     return [...new Set([...tooOld, ...heldUp])].map((entry) => ({
       groupId: entry.groupId,
       verdict: this.#drop(entry, 'stale', membersOf(entry)),
@@ -215,12 +240,10 @@ export class Buffer {
    * `trained`.
    */
   take(version: number): readonly Group[] {
-    invariant(this.#training.length === 0, 'a batch is in training already');
     invariant(this.isReady(version), `${this.#waiting.length} groups wait, a batch needs ${this.#options.batch}`);
     const { batch, maxStaleness, order } = this.#options;
-    const isDue = (entry: Entry) => entry.version <= version - maxStaleness;
-    const byFinish = [...this.#waiting.filter(isDue), ...this.#waiting.filter((entry) => !isDue(entry))];
-    const chosen = new Set((order === 'first_finished' ? byFinish : this.#inOrder()).slice(0, batch));
+    const wanted = order === 'first_finished' ? [...this.#due(version).due, ...this.#waiting] : this.#inOrder();
+    const chosen = new Set([...new Set(wanted)].slice(0, batch));
     this.#waiting = this.#waiting.filter((entry) => !chosen.has(entry));
     this.#training = [...chosen].sort((a, b) => a.number - b.number);
     for (const { groupId, version: oldest } of this.#training)

@@ -334,7 +334,7 @@ export class Ledger {
 
   /** Rejects with the path when the disk does not take it. */
   async commit(): Promise<void> {
-    while (this.#pumping) await this.#pumping;
+    while (this.#pumping !== null) await this.#pumping;
     if (this.#failed) throw this.#failed;
   }
 

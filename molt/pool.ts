@@ -21,7 +21,7 @@ import { type EndReason, type Group, invariant, type Prompt, type Rollout } from
 export interface PoolArgs {
   readonly buffer: Buffer;
   readonly stream: PromptStream;
-  readonly ledger: Ledger;
+  readonly ledger: Pick<Ledger, 'record'>;
   readonly groupSize: number;
   readonly version: () => number; // policy version now
   readonly run: (job: Job) => Promise<Rollout>; // never rejects

@@ -122,7 +122,7 @@ export class Refit {
    * One refit. `onDeclared` is called before any engine samples the new version. Rejects when the trainer fails or when no
    * engine can take the weights.
    */
-  async push(onDeclared: (declared: Declared) => void, expected: number | null = null): Promise<RefitTimes> {
+  async push(onDeclared: (declared: Declared) => void = () => {}, expected: number | null = null): Promise<RefitTimes> {
     let settle = () => {};
     this.#settled = new Promise((resolve) => {
       settle = resolve;

@@ -111,8 +111,8 @@ function tapLoop(
     segments.set(version, { path, tensors: pushed.tensors });
     return pushed;
   };
-  Refit.prototype.push = async function () {
-    const times = await push.call(this);
+  Refit.prototype.push = async function (...args) {
+    const times = await push.apply(this, args);
     replaying = true;
     await onStep(recorded, segments);
     replaying = false;
@@ -149,7 +149,6 @@ async function startTwins(specs: readonly WorkerSpec[], options: Options, dir: s
   const engine = launcher.start(find('engine'));
   const rank = find('trainer');
   const rendezvous = `file://${join(dir, 'rendezvous')}`;
-  const worker = launcher.start({ ...rank, options: { ...(rank.options as object), rendezvous } });
   const generator = new Generator({
     launcher,
     spec: () => find('engine'),
@@ -158,7 +157,7 @@ async function startTwins(specs: readonly WorkerSpec[], options: Options, dir: s
     hooks: { join: async () => {}, event: (name, detail) => console.error(name, detail) },
   });
   const trainer = new Trainer({
-    ranks: [worker],
+    start: () => [launcher.start({ ...rank, options: { ...(rank.options as object), rendezvous } })],
     launcher,
     loss: {
       clipLowHigh: options['actor.eps_clip_low_high'],

@@ -9,6 +9,7 @@ import { loadAgent } from '../molt/agent.ts';
 import { Dispatch, type Job } from '../molt/dispatch.ts';
 import { Generator } from '../molt/generator.ts';
 import { nodeCommand } from '../molt/launch.ts';
+import { Tokenizer } from '../molt/tokenizer.ts';
 import type { Json, Rollout } from '../molt/types.ts';
 import { IM_END } from '../workers/simulated_model.ts';
 import { Cell, engineOptions, simulated } from './contract.ts';
@@ -24,13 +25,13 @@ beforeAll(async () => {
   cell = await Cell.open();
   const [model] = await simulated.makeModels(cell.dir);
   const simulatedCommand = nodeCommand('workers/simulated.ts');
-  const tokenizer = await cell.start({
-    id: 'tokenizer-0',
-    kind: 'tokenizer',
-    command: simulatedCommand,
-    options: { model_path: model },
-  });
   const event = (name: string) => events.push(name);
+  const tokenizer = new Tokenizer({
+    launcher: cell.launcher,
+    spec: () => ({ id: 'tokenizer-0', kind: 'tokenizer', command: simulatedCommand, options: { model_path: model } }),
+    maxRestarts: 1,
+    event,
+  });
   generator = new Generator({
     launcher: cell.launcher,
     spec: (index) => ({
@@ -52,9 +53,9 @@ beforeAll(async () => {
       options: { agent_path: 'test/fixtures/agent_cases.ts', template_kwargs: {} },
     }),
     generator,
-    tokenizer: () => tokenizer.peer,
+    tokenizer,
     maxRestarts: 4,
-    hooks: { version: () => 0, event },
+    hooks: { version: () => 0, recorded: async () => {}, event },
   });
   await Promise.all([generator.startEngine(0), dispatch.startRunner(0)]);
 }, LIMIT_MS);

@@ -17,6 +17,13 @@ import {
 import type { Item } from '../molt/sources.ts';
 import type { Prompt } from '../molt/types.ts';
 
+/** The next prompt of a stream that has no end. */
+function given(stream: PromptStream): Prompt {
+  const prompt = stream.next();
+  if (!prompt) throw new Error('the stream is over');
+  return prompt;
+}
+
 let directory: string;
 beforeAll(() => {
   directory = mkdtempSync(join(tmpdir(), 'molt-data-'));
@@ -64,7 +71,7 @@ async function problemsOf(path: string, more: Partial<DataOptions> = {}): Promis
   return (error as ConfigError).lines.map((line) => line.replaceAll(path, 'FILE'));
 }
 function take(stream: PromptStream, n: number): number[] {
-  return Array.from({ length: n }, () => stream.next().index);
+  return Array.from({ length: n }, () => given(stream).index);
 }
 const ORDER = { seed: 1, shuffle: true, weights: [] };
 
@@ -269,7 +276,7 @@ describe('order', () => {
   test('every epoch gives every prompt once, in an order of its own', async () => {
     const stream = new PromptStream(await load(numbered(20)), ORDER);
     const epochs = [0, 1, 2].map((epoch) => {
-      const prompts = Array.from({ length: 20 }, () => stream.next());
+      const prompts = Array.from({ length: 20 }, () => given(stream));
       expect(new Set(prompts.map((prompt) => prompt.epoch))).toEqual(new Set([epoch]));
       return prompts.map((prompt) => prompt.index);
     });
@@ -288,7 +295,7 @@ describe('order', () => {
     const set = await load(numbered(4));
     const firsts = [0, 0, 0, 0];
     for (let seed = 0; seed < 2000; seed++) {
-      const index = new PromptStream(set, { ...ORDER, seed }).next().index;
+      const index = given(new PromptStream(set, { ...ORDER, seed })).index;
       firsts[index] = (firsts[index] as number) + 1;
     }
     for (const count of firsts) expect(Math.abs(count - 500)).toBeLessThan(100); // 5 standard deviations
@@ -479,13 +486,13 @@ describe('several sources', () => {
   const names = (set: PromptSet) => set.sources.map(({ name }) => name);
   /** Which of the sources each of the next n prompts is of. */
   const turns = (stream: PromptStream, set: PromptSet, n: number) =>
-    Array.from({ length: n }, () => names(set).indexOf(stream.next().source));
+    Array.from({ length: n }, () => names(set).indexOf(given(stream).source));
 
   test('without weights are one: an epoch gives every prompt of all of them once', async () => {
     const set = await load(`${numbered(3, 'a')}, ${numbered(9, 'b')}`);
     const stream = new PromptStream(set, ORDER);
     for (const epoch of [0, 1, 2]) {
-      const prompts = Array.from({ length: 12 }, () => stream.next());
+      const prompts = Array.from({ length: 12 }, () => given(stream));
       expect(prompts.every((prompt) => prompt.epoch === epoch)).toBe(true);
       expect(prompts.map(({ input }) => input).sort()).toEqual(
         promptsOf(set)
@@ -549,7 +556,7 @@ describe('several sources', () => {
     const [a, b] = [numbered(4, 'a'), numbered(4, 'b')];
     const set = await load(`${a},${b}`);
     const stream = new PromptStream(set, { ...ORDER, weights: [3, 1] });
-    const prompts = Array.from({ length: 32 }, () => stream.next());
+    const prompts = Array.from({ length: 32 }, () => given(stream));
     const of = (name: string) => prompts.filter(({ source }) => source === name);
     expect(of(a).map(({ epoch }) => epoch)).toEqual([0, 1, 2, 3, 4, 5].flatMap((epoch) => Array(4).fill(epoch)));
     expect(of(b).map(({ epoch }) => epoch)).toEqual([0, 0, 0, 0, 1, 1, 1, 1]);
@@ -605,7 +612,7 @@ describe('several sources', () => {
     async (weights) => {
       const paths = `${numbered(7, 'a')},${numbered(4, 'b')}`;
       const order = { ...ORDER, weights };
-      const inputs = (stream: PromptStream, n: number) => Array.from({ length: n }, () => stream.next());
+      const inputs = (stream: PromptStream, n: number) => Array.from({ length: n }, () => given(stream));
       const whole = inputs(new PromptStream(await load(paths), order), 60);
       const before = new PromptStream(await load(paths), order);
       for (let stop = 0; stop < 50; stop++) {
@@ -614,7 +621,7 @@ describe('several sources', () => {
         after.restore(position);
         expect(after.position).toEqual(position);
         expect(inputs(after, 10)).toEqual(whole.slice(stop, stop + 10));
-        before.next();
+        given(before);
       }
     },
   );
@@ -657,7 +664,7 @@ describe('the length filter', () => {
     };
     return { filter: out, asked, dropped };
   }
-  const inputsOf = (stream: PromptStream, n: number) => Array.from({ length: n }, () => String(stream.next().input));
+  const inputsOf = (stream: PromptStream, n: number) => Array.from({ length: n }, () => String(given(stream).input));
   async function nextOf(stream: PromptStream, n: number): Promise<string[]> {
     await stream.ahead(n);
     return inputsOf(stream, n);
@@ -698,7 +705,7 @@ describe('the length filter', () => {
     expect(stream.isAhead(16)).toBe(true);
     expect(asked.length).toBe(256);
     inputsOf(stream, 256);
-    expect(() => stream.next()).toThrow(/not measured/);
+    expect(() => given(stream)).toThrow(/not measured/);
     await Promise.all([stream.ahead(16), stream.ahead(300)]);
     expect(asked.length).toBe(new Set(asked).size);
   });
@@ -708,9 +715,9 @@ describe('the length filter', () => {
     const stream = new PromptStream(await load(`${long},${short}`), { ...ORDER, weights: [1, 1] });
     stream.filter = filter(3).filter; // 4 of 40, and all
     await stream.ahead(100);
-    const given = Array.from({ length: 100 }, () => stream.next());
-    expect(given.filter(({ source }) => source === long)).toHaveLength(50);
-    expect(given.every(({ input }) => Number(String(input).slice(1)) <= 3)).toBe(true);
+    const drawn = Array.from({ length: 100 }, () => given(stream));
+    expect(drawn.filter(({ source }) => source === long)).toHaveLength(50);
+    expect(drawn.every(({ input }) => Number(String(input).slice(1)) <= 3)).toBe(true);
   });
 
   test.each([[[]], [[2, 1]]])(

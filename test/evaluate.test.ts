@@ -29,6 +29,7 @@ const ROLLOUT: Rollout = {
   info: {},
   turns: 2,
   trajectories: [TRAJECTORY],
+  proofs: [],
   dispatchedVersion: 4,
 };
 const PROMPT: Prompt = { source: 's', epoch: 0, index: 0, input: 'What is\nthis?', label: null, tools: null };

@@ -4,6 +4,7 @@ import { existsSync, mkdtempSync, readdirSync, readFileSync, rmSync, writeFileSy
 import { tmpdir } from 'node:os';
 import { join } from 'node:path';
 import { afterAll, beforeAll, describe, expect, test } from 'vitest';
+import { readLedger } from '../molt/ledger.ts';
 
 const RECIPE = 'test/fixtures/recipe_simulated.ts';
 const LIMIT_MS = 60_000;
@@ -66,11 +67,12 @@ function metrics(name: string): { steps: Line[]; evals: Line[] } {
   };
 }
 function ledger(name: string): Record<string, unknown>[] {
-  return readFileSync(join(dir, name, 'ledger', 'events.jsonl'), 'utf8')
-    .trim()
-    .split('\n')
-    .map((line) => JSON.parse(line) as Record<string, unknown>);
+  return [...readLedger(join(dir, name))].map(({ event, arrays }) => ({
+    ...event,
+    tokens: sum(arrays.loss_mask ?? []),
+  }));
 }
+const sum = (values: ArrayLike<number>) => Array.from(values).reduce((a, b) => a + b, 0);
 /** What a step computed, without how long it took, what caches held and what was probed. */
 function numbers(line: Line): Record<string, number | null> {
   return Object.fromEntries(

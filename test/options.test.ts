@@ -8,6 +8,7 @@ import { tmpdir } from 'node:os';
 import { join } from 'node:path';
 import { afterAll, beforeAll, describe, expect, test } from 'vitest';
 import type { OptionName } from '../molt/config.ts';
+import { readLedger } from '../molt/ledger.ts';
 
 const RECIPE = 'test/fixtures/recipe_simulated.ts';
 const LIMIT_MS = 60_000;
@@ -54,16 +55,11 @@ async function run(
   const numbers = metrics.map((line) =>
     Object.entries(line).filter(([key]) => !/^time_|idle|lag|^cached|^restarts|^retries/.test(key)),
   );
-  const events = join(runDir, 'ledger', 'events.jsonl');
-  const dispatched = existsSync(events)
-    ? readFileSync(events, 'utf8')
-        .split('\n')
-        .filter((line) => line.includes('"kind":"dispatched"'))
-    : [];
+  const dispatched = [...readLedger(runDir)].filter(({ event }) => event.kind === 'dispatched');
   return {
     dir: runDir,
     exit,
-    order: dispatched.map((line) => line.replace(/"time":\d+,/, '')).join('\n'),
+    order: dispatched.map(({ event }) => JSON.stringify({ ...event, time: 0 })).join('\n'),
     printed: out
       .replaceAll(runDir, 'RUN')
       .replace(/^Recipe .*$/m, '')
@@ -158,6 +154,15 @@ const QUARTER_FAILS = file(
   'quarter.mjs',
   'export const agent = () => ({ reset(t) { this.i = t.index; return "x"; }, step() { if (this.i === 3) throw new Error("third"); return { reward: this.i, done: true }; } });',
 );
+/** Groups of odd prompts have equal rewards, the others do not. */
+const HALF_EQUAL = [
+  ...FILE,
+  '--train.agent_path',
+  file(
+    'half.mjs',
+    'export const agent = () => ({ reset(t) { this.r = Number(/\\d+/.exec(t.input)[0]) % 2 || t.index % 2; return "x"; }, step() { return { reward: this.r, done: true }; } });',
+  ),
+];
 const DIES = [...SHORT, ...script({ failures: [{ worker: 'engine-0', what: 'exit', on: 'generate', nth: 3 }] })];
 const WRONG_WEIGHTS = [
   ...['--eval.dataset', 'none', '--train.num_steps', '8', '--refit.verify_every', '100'],
@@ -169,6 +174,8 @@ const WRONG_WEIGHTS = [
 const EFFECTS: Record<OptionName, Effect> = {
   'run.dir': 'own test',
   'run.resume': 'own test',
+  'run.replay': 'own test', // async.test.ts
+  'run.ledger_gb': 'own test', // ledger.test.ts
   'train.num_steps': { to: ['3'], also: ['--eval.dataset', 'none'], seen: 'numbers' },
   'train.batch_size': { to: ['3'], also: SHORT, seen: 'numbers' },
   'train.seed': { to: ['2'], also: SHORT, seen: 'numbers' },
@@ -176,8 +183,10 @@ const EFFECTS: Record<OptionName, Effect> = {
   'train.micro_batch_size': { to: ['3'], also: TWO_RANKS, seen: 'numbers' },
   'train.max_tokens_per_gpu': { to: ['100'], also: TWO_RANKS, seen: 'numbers' },
   'train.max_epochs': { to: ['2'], also: SHORT, seen: 'numbers' },
-  'train.max_staleness': { refused: ['1'] },
-  'train.partial_rollout_enable': { refused: ['true'] },
+  'train.max_staleness': { to: ['1'], also: CORRECTED, seen: 'order' },
+  'train.partial_rollout_enable': 'own test', // async.test.ts
+  'train.batch_order': 'own test', // async.test.ts
+  'train.late': 'own test', // async.test.ts
   'actor.model_name_or_path': { to: ['simulated:3'], also: SHORT, seen: 'numbers' },
   'actor.adam.lr': { to: ['0.01'], also: SHORT, seen: 'numbers' },
   'actor.adam.betas': { to: ['0.5', '0.5'], also: ['--eval.dataset', 'none'], seen: 'numbers' },
@@ -195,6 +204,12 @@ const EFFECTS: Record<OptionName, Effect> = {
   'algo.advantage.is_correction_level': { to: ['token', ...ALL_REJECTED], also: SHORT, seen: 'numbers' },
   'algo.advantage.is_correction_mode': { to: ['clip'], also: [...CORRECTED, ...ALL_REJECTED], seen: 'numbers' },
   'algo.advantage.is_correction_threshold': { to: ['1.5', '5'], also: CORRECTED, seen: 'numbers' },
+  'algo.dynamic_filtering_enable': { to: ['true'], also: HALF_EQUAL, seen: 'order' },
+  'algo.dynamic_filtering_range': {
+    to: ['0.6', '1.5'],
+    also: [...HALF_EQUAL, '--algo.dynamic_filtering_enable', 'true'],
+    seen: 'numbers',
+  },
   'reward.clip_range': { to: ['0', '0.1'], also: SHORT, seen: 'numbers' },
   'rollout.n_samples_per_prompt': { to: ['2'], also: SHORT, seen: 'numbers' },
   'rollout.temperature': { to: ['0.5'], also: SHORT, seen: 'numbers' },
@@ -202,6 +217,11 @@ const EFFECTS: Record<OptionName, Effect> = {
   'rollout.max_turns': { to: ['2'], also: [...SHORT, '--data.prompt_dataset', NEVER_DONE], seen: 'numbers' },
   'rollout.deadline_s': { to: ['0.05'], also: [...SHORT, ...script({ latency_ms: { step: 20 } })], seen: 'exit' },
   'rollout.num_runners': { to: ['2'], also: SHORT, seen: 'files' },
+  'rollout.failed_members': {
+    to: ['refill'],
+    also: [...SHORT, '--train.agent_path', QUARTER_FAILS, '--rollout.max_failure_rate', '1'],
+    seen: 'numbers',
+  },
   'rollout.max_failure_rate': {
     to: ['0.1'],
     also: ['--eval.dataset', 'none', '--train.agent_path', QUARTER_FAILS],
@@ -221,6 +241,11 @@ const EFFECTS: Record<OptionName, Effect> = {
   'data.max_prompt_len': { to: ['30'], also: [...SHORT, '--data.prompt_dataset', TWO_LENGTHS], seen: 'order' },
   'data.silence_s': { to: ['0.2'], also: [...SHORT, '--data.prompt_dataset', SLOW_PROGRAM], seen: 'exit' },
   'data.max_samples': { to: ['2'], also: SHORT, seen: 'order' },
+  'data.num_epochs': {
+    to: ['1'],
+    also: ['--eval.dataset', 'none', '--train.num_steps', '4', '--data.prompt_dataset', COLUMNS],
+    seen: 'numbers',
+  },
   'data.shuffle': { to: ['false'], also: SHORT, seen: 'order' },
   'eval.dataset': { to: ['none'], also: EVALUATED, seen: 'numbers' },
   'eval.steps': { to: ['1'], also: EVALUATED, seen: 'numbers' },
@@ -253,6 +278,7 @@ const EFFECTS: Record<OptionName, Effect> = {
   'launch.port': 'own test',
   'launch.silence_s': 'own test',
   'launch.ready_s': 'own test',
+  'launch.stall_s': 'own test', // supervision.test.ts
   'launch.max_restarts': { to: ['0'], also: DIES, seen: 'exit' },
   'launch.python': { refused: ['python3'] },
   'simulated.script': { to: [JSON.stringify({ reply: [{ when: '', texts: ['aa'] }] })], also: SHORT, seen: 'numbers' },

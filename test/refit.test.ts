@@ -44,7 +44,7 @@ describe.each([simulated, torch])('refit with $name workers', (kind: Kind) => {
     const events: string[] = [];
     const ranks = await startRanks(cell, kind, { name, model, worldSize: 1 });
     const trainer = new LeakyTrainer({
-      ranks,
+      start: () => ranks,
       launcher: cell.launcher,
       loss: { clipLowHigh: [0.2, 0.2], isLevel: 'off', isMode: 'mask', isThreshold: [0.5, 5] },
       temperature: 1,
