@@ -211,13 +211,16 @@ describe('stopping and resuming', () => {
 
       const resumed = run('killed', '--resume', '--ckpt.save_steps', '3', '--train.num_steps', '7');
       expect(await resumed.exit, resumed.out).toBe(0);
-      expect(resumed.out).toContain('Resumed at step 3, policy version 3');
+      expect(resumed.out).toContain('Restored step 3 from');
+      const [, again] = /Trained steps 4 to (\d) again from the ledger: the same to the bit/.exec(resumed.out) ?? [];
+      expect(Number(again)).toBeGreaterThanOrEqual(5);
+      expect(resumed.out).toContain(`Resumed at step ${again}, policy version ${again}`);
       expect(metrics('killed').steps.map(numbers)).toEqual(metrics('whole').steps.map(numbers));
       const late = readFileSync(join(dir, 'killed', 'metrics.1.jsonl'), 'utf8')
         .trim()
         .split('\n')
         .map((l) => JSON.parse(l) as Line);
-      expect(late.map((l) => l.step)).toEqual([4, 5]);
+      expect(late.map((l) => l.step).slice(0, 2)).toEqual([4, 5]);
     },
     LIMIT_MS,
   );
@@ -259,7 +262,7 @@ describe('stopping and resuming', () => {
       await expect.poll(() => children.filter((pid) => !isGone(pid)), { timeout: 10_000 }).toEqual([]);
       const more = run('twice', '--resume', '--train.num_steps', '2');
       expect(await more.exit, more.out).toBe(0);
-      expect(more.out).toContain('Resumed at step 1');
+      expect(more.out).toMatch(/Resumed at step [12]/);
     },
     LIMIT_MS,
   );
@@ -441,11 +444,14 @@ describe('failures', () => {
   test(
     'a resumed run that is refused keeps what was recorded, checkpoint or not',
     async () => {
-      const none = ['--eval.dataset', 'none', '--train.num_steps', '1'];
-      const first = run('kept', ...none, '--ckpt.disable_final_save');
+      const none = ['--eval.dataset', 'none', '--train.num_steps'];
+      const first = run('kept', ...none, '1', '--ckpt.disable_final_save');
       expect(await first.exit, first.out).toBe(0);
-      const again = run('kept', ...none, '--resume', '--data.prompt_dataset', failing('step_throws'));
+      const broken = join(dir, 'broken-step.mjs');
+      writeFileSync(broken, 'export const agent = () => ({ reset: () => "x", step() { throw new Error("broken") } });');
+      const again = run('kept', ...none, '2', '--resume', '--train.agent_path', broken);
       expect(await again.exit, again.out).toBe(2);
+      expect(again.out).toContain('Trained steps 1 to 1 again from the ledger');
       expect(existsSync(join(dir, 'kept', 'metrics.1.jsonl'))).toBe(true);
       expect(existsSync(join(dir, 'kept', 'config.json'))).toBe(true);
     },
@@ -541,15 +547,67 @@ describe('failures', () => {
   );
 
   test(
-    'a trainer rank that dies ends the run with its last words, status 1, nothing left running',
+    'a trainer rank that dies starts again from the checkpoint and the ledger; the run is as if nothing had happened',
     async () => {
-      const script = JSON.stringify({ failures: [{ worker: 'trainer-0', what: 'exit', on: 'run', nth: 2 }] });
-      const it = run('rank', '--simulated.script', script);
+      const whole = run('rank-whole', '--eval.dataset', 'none');
+      expect(await whole.exit, whole.out).toBe(0);
+      // Its fourth step: after a checkpoint at 2 the third is trained again. And while it writes weights for a refit.
+      for (const [on, nth] of [
+        ['run', 4],
+        ['push_weights', 4],
+      ] as const) {
+        const script = JSON.stringify({ failures: [{ worker: 'trainer-0', what: 'exit', on, nth }] });
+        const it = run(`rank-${on}`, '--eval.dataset', 'none', '--simulated.script', script, '--ckpt.save_steps', '2');
+        expect(await it.exit, it.out).toBe(0);
+        expect(it.out).toContain('trainer_restart: Trainer rank trainer-0 is gone');
+        expect(it.out).toMatch(/Trainer ranks are back at step [34]: .*step-2, then [12] steps of the ledger/);
+        expect(metrics(`rank-${on}`).steps.map(numbers)).toEqual(metrics('rank-whole').steps.map(numbers));
+        expect(metrics(`rank-${on}`).steps.at(-1)?.restarts).toBe(1);
+      }
+    },
+    2 * LIMIT_MS,
+  );
+
+  test(
+    'a trainer rank that dies every time ends the run with its last words, status 1, nothing left running',
+    async () => {
+      const failures = [0, 1].map((incarnation) => ({
+        worker: 'trainer-0',
+        what: 'exit',
+        on: 'run',
+        nth: 2,
+        incarnation,
+      }));
+      const it = run('rank', '--simulated.script', JSON.stringify({ failures }), '--launch.max_restarts', '1');
       await it.printed('Workers are ready');
       const children = descendants(it.child.pid ?? 0);
       expect(await it.exit, it.out).toBe(1);
-      expect(it.out).toContain('Trainer rank trainer-0 is gone');
+      expect(it.out).toContain('The run stopped: Trainer rank trainer-0 is gone');
       expect(children.filter((pid) => !isGone(pid))).toEqual([]);
+    },
+    LIMIT_MS,
+  );
+
+  test(
+    'a tokenizer that dies is started again and asked again; one that dies every time ends the run',
+    async () => {
+      const dies = (incarnations: readonly number[]) =>
+        JSON.stringify({
+          failures: incarnations.map((incarnation) => ({
+            worker: 'tokenizer-0',
+            what: 'exit',
+            on: 'parse',
+            nth: 2,
+            incarnation,
+          })),
+        });
+      const once = run('tokenizer', '--eval.dataset', 'none', '--simulated.script', dies([0]));
+      expect(await once.exit, once.out).toBe(0);
+      expect(once.out).toContain('tokenizer_restart: restart 1');
+      expect(metrics('tokenizer').steps.map(numbers)).toEqual(metrics('rank-whole').steps.map(numbers));
+      const always = run('tokenizers', '--simulated.script', dies([0, 1, 2]), '--launch.max_restarts', '1');
+      expect(await always.exit, always.out).toBe(1);
+      expect(always.out).toContain('The run stopped: The tokenizer is gone after 1 restarts');
     },
     LIMIT_MS,
   );
