@@ -11,12 +11,12 @@
  */
 import type { Launcher, Worker } from './launch.ts';
 import { lastWords } from './launch.ts';
-import { type BatchPlan, rowColumns } from './packing.ts';
+import { type BatchPlan, rowColumns, staleColumn } from './packing.ts';
 import type { Frames, ReplyFields } from './protocol.ts';
 import type { Sample } from './types.ts';
 import { invariant } from './types.ts';
 
-/** Tokens per `rows` message: 17 bytes each, far below the message limit. */
+/** Tokens per `rows` message: 18 bytes each, far below the message limit. */
 const PART_TOKENS = 1_000_000;
 
 export interface LossOptions {
@@ -39,6 +39,7 @@ export class Trainer {
   readonly #loss: LossOptions;
   readonly #temperature: number;
   readonly #packed: boolean;
+  readonly #keepsKeys: boolean;
   #reject: (error: Error) => void = () => {};
   #closing = false;
   /** Rejects when a rank is lost, with its last words. Never resolves. */
@@ -51,12 +52,14 @@ export class Trainer {
     loss: LossOptions;
     temperature: number;
     packed: boolean;
+    keepsKeys?: boolean; // refit.cache keep
   }) {
     this.#ranks = args.ranks;
     this.#launcher = args.launcher;
     this.#loss = args.loss;
     this.#temperature = args.temperature;
     this.#packed = args.packed;
+    this.#keepsKeys = args.keepsKeys ?? false;
     this.failed = new Promise((_, reject) => {
       this.#reject = reject;
     });
@@ -77,7 +80,7 @@ export class Trainer {
   }
 
   /**
-   * One optimizer step over all samples of `plan`. `denominator` is the batch's count of trained tokens; `old` (by
+   * One optimizer step over all samples of `plan`, on the weights of `version`. `denominator` is the batch's count of trained tokens; `old` (by
    * sample) is left out when this is the only step on the batch, for then the ratio is 1.
    */
   async step(args: {
@@ -100,7 +103,7 @@ export class Trainer {
       this.#ranks.map(async (rank, r) => {
         const share = plan.ranks[r];
         invariant(share, `no plan for rank ${r}`);
-        const parts = rowParts(share.samples, samples, old);
+        const parts = rowParts(share.samples, samples, old, (part) => staleColumn(part, version, this.#keepsKeys));
         const sent = parts.map((frames, part) => rank.peer.request('rows', { step, part, of: parts.length }, frames));
         const run = rank.peer.request('run', {
           step,
@@ -224,6 +227,7 @@ function rowParts(
   mine: readonly number[],
   samples: readonly Sample[],
   old: readonly Float32Array[] | null,
+  staleOf: (part: readonly Sample[]) => Uint8Array | null,
 ): Frames<'rows'>[] {
   const parts: number[][] = [[]];
   let tokens = 0;
@@ -236,10 +240,15 @@ function rowParts(
     (parts.at(-1) as number[]).push(i);
     tokens += length;
   }
-  return parts.map((part) => ({
-    ...rowColumns(part.map((i) => samples[i] as Sample)),
-    ...(old && { old_logprobs: Float32Array.from(part.flatMap((i) => Array.from(old[i] as Float32Array))) }),
-  }));
+  return parts.map((part) => {
+    const rows = part.map((i) => samples[i] as Sample);
+    const stale = staleOf(rows);
+    return {
+      ...rowColumns(rows),
+      ...(old && { old_logprobs: Float32Array.from(part.flatMap((i) => Array.from(old[i] as Float32Array))) }),
+      ...(stale && { stale }),
+    };
+  });
 }
 
 function merge(replies: readonly ReplyFields<'run'>[]): StepResult {
