@@ -78,6 +78,7 @@ export function openWorkers(args: {
     },
     temperature: options['rollout.temperature'],
     packed: options['fsdp.packing_samples'],
+    keepsKeys: options['refit.cache'] === 'keep',
   });
   const generator = new Generator({
     launcher,
@@ -94,6 +95,8 @@ export function openWorkers(args: {
     runDir,
     verifyEvery: options['refit.verify_every'],
     tolerance: LAYOUT_BOUND[dtype],
+    cache: options['refit.cache'],
+    deadlineMs: options['refit.deadline_s'] * 1000,
   });
   const dispatch = new Dispatch({
     launcher,
