@@ -216,11 +216,11 @@ export class Generator {
     } // else: sent, handle not yet known; #send aborts when it is
   }
 
-  /** Kill an engine whose weights cannot be trusted. Its requests go on elsewhere. */
-  async kill(engine: Engine, why: string): Promise<void> {
+  /** Kill an engine whose weights cannot be trusted, after its stacks where it hangs. Its requests go on elsewhere. */
+  async kill(engine: Engine, why: string, isHung = false): Promise<void> {
     engine.accepting = false;
     this.#hooks.event('engine_killed', { engine: engine.worker.spec.id, why });
-    await this.#launcher.kill(engine.worker);
+    await (isHung ? this.#launcher.killHung(engine.worker, why) : this.#launcher.kill(engine.worker));
   }
 
   /** Statistics since the last call; times in seconds. */

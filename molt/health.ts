@@ -10,13 +10,14 @@
  */
 import { isTrainable } from './buffer.ts';
 import { ConfigError } from './config.ts';
+import type { MetricValues } from './metrics.ts';
 import { placeOf } from './modules.ts';
 import type { Refit } from './refit.ts';
 import type { Rollout } from './types.ts';
 
 /** Parity bounds (DESIGN, invariant 3.4): mean |dlogp| of a step or of the probes at the start. */
 export const MISMATCH_BOUND = { float32: 1e-3, bfloat16: 0.1 } as const;
-const MISMATCH_STEPS = 3; // above the bound this often running = stop
+const MISMATCH_STEPS = 3; // above the bound on so many steps running, of those that can tell = stop
 const FAILURE_WINDOW = 64; // rollouts over which the failure rate is taken
 const SKIPPED_STEPS = 3; // non-finite steps running = stop
 const FLAT_STEPS = 3; // steps running in which every advantage was 0 = a warning
@@ -71,11 +72,11 @@ export class Health {
   }
 
   /** Looks at the metrics of a step. `flat` when it has just warned of steps without credit. */
-  check(line: Readonly<Record<string, number>>): 'fine' | 'flat' {
-    const mismatch = line.logprob_mismatch_mean ?? 0;
+  check(line: MetricValues): 'fine' | 'flat' {
+    const mismatch = line.logprob_mismatch_mean ?? null; // null: no token of the version trained, so nothing to compare
     const bound = MISMATCH_BOUND[this.#dtype];
-    this.#mismatched = mismatch <= bound ? 0 : this.#mismatched + 1; // NaN counts as above
-    if (this.#stop && this.#mismatched >= MISMATCH_STEPS) {
+    if (mismatch !== null) this.#mismatched = mismatch <= bound ? 0 : this.#mismatched + 1; // NaN counts as above
+    if (this.#stop && mismatch !== null && this.#mismatched >= MISMATCH_STEPS) {
       throw new Error(
         `Engine and trainer disagree: mean |dlogp| ${mismatch.toExponential(1)} is above ${bound} on ${MISMATCH_STEPS} steps running (--rollout.mismatch_stop off goes on)`,
       );

@@ -246,6 +246,12 @@ export class Launcher {
     worker.peer.declareLost('killed');
   }
 
+  /** As `kill`, after its stacks are printed: for a worker that does not do what it should. `why` follows its id. */
+  async killHung(worker: Worker, why: string): Promise<void> {
+    this.#print(`${worker.spec.id} ${why} and is killed. ${await this.#stacks(worker)}`);
+    await this.kill(worker);
+  }
+
   async stopAll(graceMs = STOP_GRACE_MS): Promise<void> {
     const workers = [...this.#processes].flatMap((proc) => proc.workers);
     await Promise.all(workers.map((worker) => this.stop(worker, graceMs)));

@@ -423,6 +423,7 @@ async function train(args: Context): Promise<void> {
       time_drain_s: (drained - trained) / 1000,
       time_refit_s: (refitted - drained) / 1000,
       time_refit_paused_s: times.pauseMs / 1000,
+      engines_refitted: times.took,
       ...(times.verified !== null && { refit_verified_max: times.verified }),
       time_step_s: (performance.now() - begun) / 1000,
       loop_lag_ms_max: Math.max(0, lag.max / 1e6 - 10),

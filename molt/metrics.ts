@@ -24,6 +24,8 @@ export type Reduction =
   | 'mean of rollouts'
   | 'mean of trained tokens'
   | 'mean of credited tokens'
+  | 'mean of fresh tokens'
+  | 'mean of stale tokens'
   | 'mean of groups'
   | 'mean of engines'
   | 'mean of prompts'
@@ -110,6 +112,12 @@ const TABLE = {
     '< 0.05',
     'tokens that the importance correction masked or clipped',
   ),
+  is_weight_mean: row(
+    '1',
+    'mean of credited tokens',
+    'near 1',
+    'exp(trainer logprob before the step - rollout logprob), before it is masked or clipped',
+  ),
   skipped: row('1', 'max', '0', '1 when loss or gradient was not finite and the step was not taken'),
   tokens_trained: row('tokens', 'sum', '> 0', 'tokens with lossMask 1, the denominator of the loss'),
   tokens_credited: row(
@@ -122,16 +130,28 @@ const TABLE = {
 
   logprob_mismatch_mean: row(
     'nats',
-    'mean of credited tokens',
+    'mean of fresh tokens',
     '< 1e-3 (bf16: 0.1)',
-    '|trainer logprob before the step - rollout logprob|',
+    '|trainer logprob before the step - rollout logprob| of credited tokens of the version trained; null without any',
   ),
   logprob_mismatch_max: row('nats', 'max', '< 1e-4 in float32', 'the same, worst token'),
   logprob_mismatch_k3: row(
     'nats',
-    'mean of credited tokens',
+    'mean of fresh tokens',
     'near 0',
     'exp(d) - 1 - d with d = trainer - rollout logprob',
+  ),
+  policy_drift_mean: row(
+    'nats',
+    'mean of stale tokens',
+    'small',
+    '|trainer logprob before the step - rollout logprob| of credited tokens of older versions; null without any',
+  ),
+  staleness_mean: row(
+    'refits',
+    'mean of trained tokens',
+    'below staleness_max',
+    'the same as staleness_max, on average',
   ),
   staleness_max: row('refits', 'max', '<= train.max_staleness', 'version trained minus version that sampled the token'),
 
@@ -151,6 +171,7 @@ const TABLE = {
   engine_idle_s: row('s', 'mean of engines', 'small', 'step time in which an engine sampled nothing'),
   trainer_idle_s: row('s', 'sum', 'small', 'step time in which the trainer computed nothing'),
   loop_lag_ms_max: row('ms', 'max', '< 20', 'longest time the controller could not answer'),
+  engines_refitted: row('engines', 'last', 'engine.num_engines', 'engines that took the new weights'),
   refit_verified_max: row(
     'nats',
     'max',
@@ -312,7 +333,7 @@ export function formatStep(values: MetricValues, numSteps: number): string {
     `reward ${fixed(values.reward_mean, 3)}`,
     `loss ${fixed(values.loss, 4).padStart(7)}`,
     `grad ${fixed(values.grad_norm, 3)}`,
-    `mismatch ${exponential(values.logprob_mismatch_max)}`,
+    `mismatch ${values.logprob_mismatch_max === null ? '-' : exponential(values.logprob_mismatch_max)}`,
     `tokens ${values.tokens_trained ?? '?'}`,
     `${time('time_step_s')} s (gen ${time('time_generation_s')} train ${time('time_train_s')} refit ${time('time_refit_s')})`,
     ...(dropped > 0 ? [`dropped ${dropped}`] : []),

@@ -113,6 +113,7 @@ const FILTERED = [{ option: 'algo.dynamic_filtering_enable', is: [true] }] as co
 const REINFORCE = [{ option: 'algo.advantage.estimator', is: ['reinforce'] }] as const;
 const WHITENED = [{ option: 'algo.advantage.estimator', is: ['reinforce', 'reinforce_baseline'] }] as const;
 const CORRECTED = [{ option: 'algo.advantage.is_correction_level', is: ['token'] }] as const;
+const PARTIAL = [{ option: 'train.partial_rollout_enable', is: [true] }] as const;
 const DECAYING = [{ option: 'actor.lr_scheduler', is: ['linear', 'cosine'] }] as const;
 const EVALUATED = [{ option: 'eval.dataset', not: ['', 'none'] }] as const;
 const ENGINE_TORCH = [{ option: 'engine.kind', is: ['torch'] }] as const;
@@ -407,6 +408,16 @@ export const OPTIONS = {
     'refits between probes that engine and trainer give the same logprobs; the first three are always probed',
     { min: 1 },
   ),
+  'refit.cache': choice(
+    ['clear', 'keep'],
+    'clear',
+    'keys of requests that cross a refit: computed again by the new weights, or kept as the old ones made them',
+    { effect: PARTIAL },
+  ),
+  'refit.deadline_s': float(600, 'seconds an engine may take to pause, load and resume before it is killed', {
+    above: 0,
+    max: 2_000_000,
+  }),
 
   'ckpt.save_steps': int(0, 'steps between checkpoints; 0 = only at the end', { min: 0 }),
   'ckpt.max_num': int(3, 'checkpoints kept, the newest ones', {

@@ -250,3 +250,20 @@ export function rowColumns(samples: readonly Sample[]): RowColumns {
   }
   return columns;
 }
+
+/**
+ * The frame `stale` of `rows`: 1 where a trained token does not come from the weights of `version` alone, end to end; null
+ * when none is. Under refit.cache keep a turn that crossed a refit attends to keys of the older version ever after, so
+ * that the tokens after it are stale as well, whatever their version.
+ */
+export function staleColumn(samples: readonly Sample[], version: number, keepsKeys: boolean): Uint8Array | null {
+  const stale = samples.flatMap(({ trajectory: { lossMask, versions, turns } }) => {
+    let crossed = -1; // the turn that holds an older token
+    return Array.from(lossMask, (trained, k) => {
+      const isOlder = trained === 1 && (versions[k] as number) < version;
+      if (isOlder) crossed = turns[k] as number;
+      return isOlder || (keepsKeys && trained === 1 && turns[k] === crossed) ? 1 : 0;
+    });
+  });
+  return stale.includes(1) ? Uint8Array.from(stale) : null;
+}

@@ -225,9 +225,10 @@ export const MESSAGES = {
       ids: 'i32',
       lengths: 'i32',
       loss_mask: 'u8',
+      stale: 'u8?', // 1 = not sampled by the version being trained; left out when no trained token is
       rollout_logprobs: 'f32',
-      advantages: 'f32',
       old_logprobs: 'f32?', // left out when one optimizer step per batch makes the ratio 1
+      advantages: 'f32',
     },
     reply: NONE,
   },

@@ -2,13 +2,20 @@
  * Refit: make every engine serve the trainer's newest weights.
  *
  *   stage (engines still sample) -> pause -> load -> verify -> version += 1 -> resume
+ *                                    `------------ each engine stands still ------------'
  *
  * Invariants
  *   1. `version` rises by exactly one per refit in which at least one engine verified the new weights, and only here.
- *   2. An engine that fails to load, whose checksums differ or whose logprobs differ from the trainer's is killed:
- *      no token is ever sampled from mixed or misplaced weights. A new process takes its place, from the same file.
- *   3. Two files take turns, so that a restarting engine always finds the current version whole.
- * Checksums prove the bytes (by the engine, every refit); `score` of two probes against the trainer's logprobs proves
+ *   2. An engine that fails to load, whose checksums differ, whose logprobs differ from the trainer's or that takes
+ *      longer than the deadline is killed: no token is ever sampled from mixed or misplaced weights. A new process takes
+ *      its place, from the same file.
+ *   3. Two files take turns, so that a restarting engine always finds the current version whole; none is written
+ *      while an engine joins.
+ *   4. An engine samples a version only after it was declared, and each refit reaches every engine that has joined.
+ * Engines do not wait for one another: the first that has verified the weights declares the version, and each goes on by
+ * itself. Requests live on across it: what was sampled stays, with the version that sampled it, and the rest comes from the
+ * new one. `cache` clear computes the keys of what is there again, by the new weights; keep goes on with the old keys,
+ * which no other request may use. Checksums prove the bytes (by the engine, every refit); `score` of two probes against the trainer's logprobs proves
  * their layout (first three refits, then every `verifyEvery`): bytes can be right and layout wrong.
  * Called by loop.ts after an optimizer step. Talks to engines and trainer ranks (protocol.ts: push_weights, pause,
  * load_weights, score, resume). Elsewhere called weight sync, update_weights, broadcast.
@@ -17,28 +24,30 @@ import { mkdirSync } from 'node:fs';
 import { join } from 'node:path';
 import { crc32 } from 'node:zlib';
 import type { Engine, Generator } from './generator.ts';
+import { RemoteError } from './protocol.ts';
 import type { TensorTable, Trainer } from './trainer.ts';
 import { flatRows } from './trainer.ts';
 import { invariant } from './types.ts';
 
 /** Refits whose layout is always proved. */
 const ALWAYS_VERIFIED = 3;
-/** Most that an engine may take to pause, load and resume together. */
-const ENGINE_DEADLINE_MS = 600_000;
 
+/** What became of one refit. */
 export interface RefitTimes {
-  readonly stageMs: number;
-  readonly pauseMs: number; // engines stand still: pause, load, verify, resume
+  readonly stageMs: number; // the trainer writes, engines sample
+  readonly pauseMs: number; // longest that one engine stood still: pause, load, verify, resume
+  readonly engines: number; // that were asked to take it
+  readonly took: number; // of them, those that did; never 0
   readonly bytes: number;
+  readonly checksum: number; // of the whole weights: crc32 of the tensors' crc32 (u32, little-endian) in their order
   readonly verified: number | null; // largest |dlogp| of the probes, null when the layout was not due
 }
 
-/** A version that engines have verified and will sample from now on. */
+/** A version that an engine has verified and that engines sample from now on. */
 export interface Declared {
   readonly version: number;
-  readonly engines: number; // that took it
-  readonly of: number; // that were there
-  readonly checksum: number; // CRC32 of the tensors' checksums, in order
+  readonly of: number; // engines that are asked to take it
+  readonly checksum: number; // as in RefitTimes
   readonly bytes: number;
 }
 
@@ -55,27 +64,38 @@ export class Refit {
   readonly #dir: string;
   readonly #verifyEvery: number;
   readonly #tolerance: number;
+  readonly #clearsCache: boolean;
+  readonly #deadlineMs: number;
+  readonly #members = new Set<Engine>(); // joined: every refit reaches them
+  readonly #joins = new Set<Promise<void>>(); // in progress; none while a file is written
   #probes: readonly Int32Array[] = [];
   #staged: Staged | null = null; // null = engines have what they loaded from the model directory
   #version = 0;
   #refits = 0;
   #staging: Promise<unknown> = Promise.resolve(); // the file being written, if any
-  #settled: Promise<void> = Promise.resolve(); // the refit in progress, if any
-  #onJoin: ((verified: boolean) => void) | null = null; // a refit without a live engine waits for a new one
+  #onDeclared: (declared: Declared) => void = () => {};
+  #onJoin: () => void = () => {}; // a new engine took the weights, or not: a refit without another waits for it
 
-  /** `tolerance`: largest |dlogp| between an engine and the trainer, 1e-4 in fp32, 0.5 in bf16. */
+  /**
+   * `tolerance`: largest |dlogp| between an engine and the trainer, 1e-4 in fp32, 0.5 in bf16. `deadlineMs`: most that an
+   * engine may take to pause, load, verify and resume together.
+   */
   constructor(args: {
     generator: Generator;
     trainer: Trainer;
     runDir: string;
     verifyEvery: number;
     tolerance: number;
+    cache: 'clear' | 'keep';
+    deadlineMs: number;
   }) {
     this.#generator = args.generator;
     this.#trainer = args.trainer;
     this.#dir = join(args.runDir, 'weights');
     this.#verifyEvery = args.verifyEvery;
     this.#tolerance = args.tolerance;
+    this.#clearsCache = args.cache === 'clear';
+    this.#deadlineMs = args.deadlineMs;
     mkdirSync(this.#dir, { recursive: true });
   }
 
@@ -106,8 +126,8 @@ export class Refit {
   }
 
   /**
-   * After a resume: give engines the restored weights, under the version that they had, or under the next one where
-   * these are not the same weights to the bit (`checksum` of what was declared; null = never).
+   * After a resume: give engines the weights that the trainer has now, under the version that they had, or under the next one
+   * where these are not the same to the bit. `checksum`: of what was served as `version`; null = nothing was.
    */
   async resumeAt(
     version: number,
@@ -120,73 +140,90 @@ export class Refit {
 
   /**
    * One refit. `onDeclared` is called before any engine samples the new version. Rejects when the trainer fails or when no
-   * engine can take the weights.
+   * engine can take the weights. One at a time.
    */
   async push(onDeclared: (declared: Declared) => void = () => {}, expected: number | null = null): Promise<RefitTimes> {
-    let settle = () => {};
-    this.#settled = new Promise((resolve) => {
-      settle = resolve;
-    });
-    try {
-      return await this.#push(onDeclared, expected);
-    } finally {
-      settle();
-    }
-  }
-
-  async #push(onDeclared: (declared: Declared) => void, expected: number | null): Promise<RefitTimes> {
-    let version = this.#version + 1;
+    this.#onDeclared = onDeclared;
     const started = performance.now();
-    let staged = await this.#stage(version);
-    if (expected !== null && checksumOf(staged) !== expected) staged = await this.#stage(++version);
+    let staged = await this.#stage(this.#version + 1);
+    if (expected !== null && checksumOf(staged.tensors) !== expected) {
+      this.#version++;
+      staged = await this.#stage(this.#version + 1);
+    }
+    const { version } = staged;
     const stagedAt = performance.now();
-    const engines = this.#generator.engines;
-    const results = await Promise.all(engines.map((engine) => this.#swap(engine, staged)));
-    if (!results.some((result) => result.ok)) await this.#verifiedByNewEngine(version);
-    this.#version = version;
-    this.#refits++;
-    const bytes = staged.tensors.reduce((n, tensor) => n + tensor.bytes, 0);
-    const took = Math.max(1, results.filter((result) => result.ok).length); // where all refused, a new one has
-    onDeclared({ version, engines: took, of: Math.max(1, engines.length), checksum: checksumOf(staged), bytes });
-    await Promise.all(results.map((result) => (result.ok ? this.#resume(result.engine, version) : null)));
-    const gaps = results.flatMap((result) => (result.ok && result.gap !== null ? [result.gap] : []));
+    const engines = [...this.#members].filter(({ peer }) => !peer.isLost);
+    const results = await Promise.all(engines.map((engine) => this.#refit(engine, staged)));
+    await this.#verifiedByNewEngine(version);
+    const took = results.filter((result) => result.ok);
     return {
       stageMs: stagedAt - started,
-      pauseMs: performance.now() - stagedAt,
-      bytes,
-      verified: gaps.length > 0 ? Math.max(...gaps) : null,
+      pauseMs: took.length > 0 ? Math.max(...took.map((result) => result.ms)) : performance.now() - stagedAt,
+      engines: engines.length,
+      took: took.length || 1, // or the new process that took their place
+      bytes: staged.tensors.reduce((n, tensor) => n + tensor.bytes, 0),
+      checksum: checksumOf(staged.tensors),
+      verified: took.reduce<number | null>(
+        (max, { gap }) => (gap === null ? max : Math.max(max ?? Number.NEGATIVE_INFINITY, gap)),
+        null,
+      ),
     };
   }
 
-  /** Bring a new engine to the current version; generator.ts routes to it afterwards. Rejects when it fails. */
-  async join(engine: Engine): Promise<void> {
-    for (;;) {
-      await this.#staging;
-      const staged = this.#staged;
-      if (staged) {
-        const { ok } = await this.#swap(engine, staged);
-        this.#onJoin?.(ok);
-        if (!ok) throw new Error(`Engine ${engine.worker.spec.id} could not take version ${staged.version}`);
-      }
-      await this.#settled; // it must not sample a version that the refit under way has not declared
-      if (this.#staged !== staged) continue;
-      if (staged) await this.#resume(engine, staged.version);
-      return;
-    }
+  /** One engine, from pause to resume. */
+  async #refit(engine: Engine, staged: Staged): Promise<{ ok: boolean; gap: number | null; ms: number }> {
+    const started = performance.now();
+    const deadline = started + this.#deadlineMs;
+    const { ok, gap } = await this.#swap(engine, staged, deadline);
+    if (ok) this.#verifiedBy(staged);
+    return { ok: ok && (await this.#resume(engine, staged.version, deadline)), gap, ms: performance.now() - started };
   }
 
-  /** Every engine refused the weights. Write them again until a new process verifies them or none may be started. */
+  /** The first engine that has verified the new weights makes them the current version. Late ones change nothing. */
+  #verifiedBy({ version, tensors }: Staged): void {
+    if (version !== this.#version + 1) return;
+    this.#version = version;
+    this.#refits++;
+    const bytes = tensors.reduce((n, tensor) => n + tensor.bytes, 0);
+    this.#onDeclared({ version, of: this.#members.size, checksum: checksumOf(tensors), bytes });
+  }
+
+  /**
+   * Bring a new engine to the current version; generator.ts routes to it afterwards. Rejects when it fails. A refit that
+   * comes meanwhile waits for it, since an engine that only chased the newest version might never be done.
+   */
+  async join(engine: Engine): Promise<void> {
+    for (let staging = null; staging !== this.#staging; ) {
+      staging = this.#staging;
+      await staging;
+    }
+    const joining = this.#joinNow(engine);
+    this.#joins.add(joining);
+    await joining.finally(() => this.#joins.delete(joining));
+  }
+
+  async #joinNow(engine: Engine): Promise<void> {
+    const staged = this.#staged;
+    if (staged) {
+      const deadline = performance.now() + this.#deadlineMs;
+      const { ok } = await this.#swap(engine, staged, deadline);
+      if (ok) this.#verifiedBy(staged); // of a refit that is under way, it may be the first
+      this.#onJoin();
+      if (!ok || !(await this.#resume(engine, staged.version, deadline)))
+        throw new Error(`Engine ${engine.worker.spec.id} could not take version ${staged.version}`);
+    }
+    this.#members.add(engine);
+    void engine.peer.lost.then(() => this.#members.delete(engine)); // lost never rejects
+  }
+
+  /** When every engine refused the weights: write them again until a new process takes them or none may be started. */
   async #verifiedByNewEngine(version: number): Promise<void> {
-    for (;;) {
-      const outcome = new Promise<boolean>((resolve) => {
+    while (this.#version !== version) {
+      const outcome = new Promise<void>((resolve) => {
         this.#onJoin = resolve;
       });
       await this.#stage(version);
-      const verified = await Promise.race([outcome, this.#generator.failed]);
-      if (verified) {
-        this.#onJoin = null;
-        return;
-      }
+      if (this.#version !== version) await Promise.race([outcome, this.#generator.failed]);
     }
   }
 
@@ -194,6 +231,7 @@ export class Refit {
   #stage(version: number): Promise<Staged> {
     const stage = async () => {
       const path = join(this.#dir, `segment-${version % 2}.bin`);
+      await Promise.allSettled([...this.#joins]);
       const { tensors } = await this.#trainer.pushWeights(version, path);
       const due = this.#refits < ALWAYS_VERIFIED || version % this.#verifyEvery === 0;
       const expected = due ? await this.#trainer.logprobs(this.#probes, 1) : null;
@@ -205,20 +243,20 @@ export class Refit {
     return staging;
   }
 
-  async #swap(engine: Engine, staged: Staged): Promise<{ engine: Engine; ok: boolean; gap: number | null }> {
+  async #swap(engine: Engine, staged: Staged, deadline: number): Promise<{ ok: boolean; gap: number | null }> {
     try {
-      const gap = await this.#load(engine, staged);
-      return { engine, ok: true, gap };
+      return { ok: true, gap: await this.#load(engine, staged, deadline) };
     } catch (error) {
-      await this.#generator.kill(engine, (error as Error).message);
-      return { engine, ok: false, gap: null };
+      await this.#kill(engine, error as Error);
+      return { ok: false, gap: null };
     }
   }
 
   /** Pause, load, verify. Returns the largest gap of the probes, null when the layout is not due. */
-  async #load(engine: Engine, staged: Staged): Promise<number | null> {
-    const deadline = { deadlineMs: ENGINE_DEADLINE_MS };
-    await engine.peer.request('pause', { epoch: staged.version, mode: 'keep', clear_cache: true }, undefined, deadline);
+  async #load(engine: Engine, staged: Staged, deadline: number): Promise<number | null> {
+    const left = () => ({ deadlineMs: Math.max(0, deadline - performance.now()) });
+    const pause = { epoch: staged.version, mode: 'keep', clear_cache: this.#clearsCache };
+    await engine.peer.request('pause', pause, undefined, left());
     const { fields } = await engine.peer.request(
       'load_weights',
       {
@@ -228,12 +266,12 @@ export class Refit {
         last: true,
       },
       undefined,
-      deadline,
+      left(),
     );
     invariant(fields.loaded > 0, `engine ${engine.worker.spec.id} loaded no tensor`);
     const { expected } = staged;
     if (!expected) return null;
-    const score = await engine.peer.request('score', {}, flatRows(this.#probes), deadline);
+    const score = await engine.peer.request('score', {}, flatRows(this.#probes), left());
     invariant(
       score.fields.version === staged.version,
       `scored by version ${score.fields.version}, expected ${staged.version}`,
@@ -249,14 +287,33 @@ export class Refit {
     return max;
   }
 
-  async #resume(engine: Engine, version: number): Promise<void> {
-    // A lost engine is generator.ts's business.
-    await engine.peer.request('resume', { epoch: version }).catch((error: Error) => {
-      if (!engine.peer.isLost) throw error;
-    });
+  /** False when the engine is gone or had to go. */
+  async #resume(engine: Engine, version: number, deadline: number): Promise<boolean> {
+    const left = { deadlineMs: Math.max(0, deadline - performance.now()) };
+    try {
+      await engine.peer.request('resume', { epoch: version }, undefined, left);
+      return true;
+    } catch (error) {
+      await this.#kill(engine, error as Error);
+      return false;
+    }
+  }
+
+  /** Its requests go on elsewhere. One that does not answer says first where it hangs. */
+  async #kill(engine: Engine, error: Error): Promise<void> {
+    this.#members.delete(engine);
+    const type = error instanceof RemoteError ? error.type : null;
+    if (type === 'lost') return; // generator.ts knows
+    const isHung = type === 'deadline';
+    const why = isHung
+      ? `took longer than refit.deadline_s, ${this.#deadlineMs / 1000} s, to take weights`
+      : error.message;
+    await this.#generator.kill(engine, why, isHung);
   }
 }
 
-function checksumOf({ tensors }: Staged): number {
-  return crc32(Buffer.from(Uint32Array.from(tensors, (tensor) => tensor.crc32).buffer));
+function checksumOf(tensors: TensorTable): number {
+  const sums = Buffer.alloc(4 * tensors.length);
+  for (const [i, tensor] of tensors.entries()) sums.writeUInt32LE(tensor.crc32, 4 * i);
+  return crc32(sums);
 }

@@ -25,12 +25,14 @@ export async function batchMetrics(groups: readonly Group[], version: number): P
   const rewards = rollouts.map((rollout) => rollout.reward ?? 0);
   let oldest = version;
   let responseTokens = 0;
+  let staleness = 0; // of all trained tokens
   for (const { trajectories } of rollouts) {
     for (const { versions, lossMask } of trajectories) {
       for (let k = 0; k < versions.length; k++) {
         if (!lossMask[k]) continue;
         responseTokens++;
         oldest = Math.min(oldest, versions[k] as number);
+        staleness += version - (versions[k] as number);
       }
       await stretch.pause();
     }
@@ -45,6 +47,7 @@ export async function batchMetrics(groups: readonly Group[], version: number): P
     response_tokens_mean: responseTokens / n,
     truncated_ratio: rollouts.filter((r) => r.truncated).length / n,
     staleness_max: version - oldest,
+    staleness_mean: responseTokens > 0 ? staleness / responseTokens : 0,
     ...infoMeans(rollouts),
   };
 }
@@ -58,25 +61,34 @@ function infoMeans(rollouts: readonly Rollout[]): Record<string, number> {
   return Object.fromEntries([...values].map(([key, list]) => [`info_${key}`, sum(list) / list.length]));
 }
 
-/** The trainer's sums over the tokens it was sent become means here, once. */
+/**
+ * The trainer's sums over the tokens it was sent become means here, once. Engine and trainer can be compared only on tokens
+ * of the version trained: the mismatch of a step without any is null, as is the drift of one without a stale token.
+ */
 export function stepMetrics({ sums, maxima }: StepResult) {
   const perToken = (key: string) => (sums[key] ?? 0) / (sums.tokens ?? 0);
+  const fresh = sums.fresh_tokens ?? 0;
+  const stale = (sums.tokens ?? 0) - fresh;
+  const perFresh = (key: string) => (fresh > 0 ? (sums[key] ?? 0) / fresh : null);
   return {
     loss: sums.loss ?? 0,
     grad_norm: maxima.grad_norm ?? 0,
-    logprob_mismatch_mean: perToken('mismatch_abs'),
-    logprob_mismatch_max: maxima.mismatch_abs ?? 0,
-    logprob_mismatch_k3: perToken('mismatch_k3'),
+    logprob_mismatch_mean: perFresh('mismatch_abs'),
+    logprob_mismatch_max: fresh > 0 ? (maxima.mismatch_abs ?? 0) : null,
+    logprob_mismatch_k3: perFresh('mismatch_k3'),
+    policy_drift_mean: stale > 0 ? (sums.drift_abs ?? 0) / stale : null,
     entropy: perToken('entropy'),
     clip_ratio: perToken('clipped'),
     is_filter_ratio: perToken('is_filtered'),
+    is_weight_mean: perToken('is_weight'),
     skipped: maxima.skipped ?? 0,
   };
 }
 
+/** What the first pass over a batch saw of engine and trainer, everything else of the last. */
 export function withMismatchOf(first: StepResult, last: StepResult): StepResult {
   const only = (values: StepResult['sums']) =>
-    Object.fromEntries(Object.entries(values).filter(([key]) => key.startsWith('mismatch')));
+    Object.fromEntries(Object.entries(values).filter(([key]) => /^(mismatch|fresh|drift|is_weight)/.test(key)));
   return { sums: { ...last.sums, ...only(first.sums) }, maxima: { ...last.maxima, ...only(first.maxima) } };
 }
 

@@ -12,7 +12,7 @@
  */
 import type { Launcher, Worker } from './launch.ts';
 import { lastWords } from './launch.ts';
-import { type BatchPlan, rowColumns } from './packing.ts';
+import { type BatchPlan, rowColumns, staleColumn } from './packing.ts';
 import { type Frames, RemoteError, type ReplyFields } from './protocol.ts';
 import { Stretch } from './stretch.ts';
 import type { Sample } from './types.ts';
@@ -44,6 +44,7 @@ export class Trainer {
   readonly #loss: LossOptions;
   readonly #temperature: number;
   readonly #packed: boolean;
+  readonly #keepsKeys: boolean;
   #ranks: readonly Worker[];
   #lost: TrainerLost | null = null;
   #failed: Promise<never> = new Promise(() => {});
@@ -59,12 +60,14 @@ export class Trainer {
     loss: LossOptions;
     temperature: number;
     packed: boolean;
+    keepsKeys?: boolean; // refit.cache keep
   }) {
     this.#start = args.start;
     this.#launcher = args.launcher;
     this.#loss = args.loss;
     this.#temperature = args.temperature;
     this.#packed = args.packed;
+    this.#keepsKeys = args.keepsKeys ?? false;
     this.#ranks = this.#watched();
   }
 
@@ -110,7 +113,7 @@ export class Trainer {
   }
 
   /**
-   * One optimizer step over all samples of `plan`. `denominator` is the batch's count of trained tokens; `old` (by
+   * One optimizer step over all samples of `plan`, on the weights of `version`. `denominator` is the batch's count of trained tokens; `old` (by
    * sample) is left out when this is the only step on the batch, for then the ratio is 1.
    */
   async step(args: {
@@ -139,7 +142,9 @@ export class Trainer {
         for (const [part, rows] of parts.entries()) {
           await sent; // one part of a large batch exists at a time
           await stretch.pause();
-          sent = rank.peer.request('rows', { step, part, of: parts.length }, rowFrames(rows, samples, old));
+          const frames = rowFrames(rows, samples, old);
+          const stale = staleColumn(rows.map((i) => samples[i] as Sample), version, this.#keepsKeys);
+          sent = rank.peer.request('rows', { step, part, of: parts.length }, { ...frames, ...(stale && { stale }) });
         }
         const run = rank.peer.request('run', {
           step,

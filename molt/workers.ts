@@ -80,6 +80,8 @@ export function openWorkers(args: {
     runDir,
     verifyEvery: options['refit.verify_every'],
     tolerance: LAYOUT_BOUND[dtype],
+    cache: options['refit.cache'],
+    deadlineMs: options['refit.deadline_s'] * 1000,
   });
   const dispatch = new Dispatch({
     launcher,
@@ -159,6 +161,7 @@ export function openTrainer(args: { options: Options; runDir: string; launcher: 
     },
     temperature: options['rollout.temperature'],
     packed: options['fsdp.packing_samples'],
+    keepsKeys: options['refit.cache'] === 'keep',
   });
 }
 

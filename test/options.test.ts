@@ -164,6 +164,7 @@ const HALF_EQUAL = [
   ),
 ];
 const DIES = [...SHORT, ...script({ failures: [{ worker: 'engine-0', what: 'exit', on: 'generate', nth: 3 }] })];
+const SLOW_LOAD = [...SHORT, ...script({ latency_ms: { load_weights: 400 } })];
 const WRONG_WEIGHTS = [
   ...['--eval.dataset', 'none', '--train.num_steps', '8', '--refit.verify_every', '100'],
   ...script({
@@ -271,6 +272,8 @@ const EFFECTS: Record<OptionName, Effect> = {
   'fsdp.packing_samples': { to: ['false'], also: [...TWO_RANKS, '--train.max_tokens_per_gpu', '100'], seen: 'numbers' },
   'tokenizer.kind': { refused: ['python'] },
   'refit.verify_every': { to: ['1'], also: ['--eval.dataset', 'none'], seen: 'numbers' },
+  'refit.cache': { refused: ['keep'] },
+  'refit.deadline_s': { to: ['0.1'], also: SLOW_LOAD, seen: 'exit' },
   'ckpt.save_steps': { to: ['1'], also: SHORT, seen: 'files' },
   'ckpt.max_num': { to: ['1'], also: [...SHORT, '--ckpt.save_steps', '1'], seen: 'files' },
   'ckpt.save_hf': { to: ['true'], also: SHORT, seen: 'files' },

@@ -6,6 +6,7 @@ import {
   partitionEvenly,
   planBatch,
   rowColumns,
+  staleColumn,
 } from '../molt/packing.ts';
 import type { Sample } from '../molt/types.ts';
 
@@ -226,6 +227,21 @@ describe('columns', () => {
       rollout_logprobs: Float32Array.from([-0, -1, -2, -0, -1]),
       advantages: Float32Array.from([0, 1, 2, 0, 3]),
     });
+  });
+
+  test('stale are trained tokens of an older version; where keys are kept, what follows them in the turn too', () => {
+    const one = (lossMask: number[], versions: number[], turns: number[]): Sample => {
+      const made = sample(Array(lossMask.length).fill(1), Array(lossMask.length).fill(0));
+      const columns = { lossMask: Uint8Array.from(lossMask), versions: Int32Array.from(versions) };
+      return { ...made, trajectory: { ...made.trajectory, ...columns, turns: Int32Array.from(turns) } };
+    };
+    // context, turn 0 across a refit, context, turn 1 after it, and a turn that is not trained
+    const crossed = one([0, 1, 1, 0, 1, 1, 0], [-1, 3, 4, -1, 4, 4, 2], [0, 0, 0, 1, 1, 1, 2]);
+    const fresh = one([0, 1, 1], [-1, 4, 4], [0, 0, 0]);
+    expect(staleColumn([crossed, fresh], 4, false)).toEqual(Uint8Array.from([0, 1, 0, 0, 0, 0, 0, 0, 0, 0]));
+    expect(staleColumn([crossed, fresh], 4, true)).toEqual(Uint8Array.from([0, 1, 1, 0, 0, 0, 0, 0, 0, 0]));
+    expect(staleColumn([fresh], 5, false)).toEqual(Uint8Array.from([0, 1, 1]));
+    expect([staleColumn([fresh], 4, true), staleColumn([], 4, false)]).toEqual([null, null]);
   });
 
   test('of no rows are empty', () => {

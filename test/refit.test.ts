@@ -3,21 +3,27 @@
  * the engine is killed, and a new one takes its place with sound weights.
  */
 import { join } from 'node:path';
-import { afterAll, beforeAll, describe, expect, test } from 'vitest';
-import type { Engine } from '../molt/generator.ts';
+import { setTimeout as sleep } from 'node:timers/promises';
+import { crc32 } from 'node:zlib';
+import { afterAll, beforeAll, describe, expect, test, vi } from 'vitest';
+import type { Engine, TurnRequest } from '../molt/generator.ts';
 import { Generator } from '../molt/generator.ts';
 import { Refit } from '../molt/refit.ts';
-import { type TensorTable, Trainer } from '../molt/trainer.ts';
-import type { Sample } from '../molt/types.ts';
+import { flatRows, type TensorTable, Trainer } from '../molt/trainer.ts';
+import type { Json, Sample, Sampling } from '../molt/types.ts';
 import { Cell, corruptLast, engineOptions, type Kind, simulated, startRanks, swapLayout, torch } from './contract.ts';
 
 type Damage = (path: string, table: TensorTable) => TensorTable;
 
-/** A trainer whose next push is damaged on its way. */
+/** A trainer whose next push is damaged on its way, or slow. */
 class LeakyTrainer extends Trainer {
   damage: Damage | null = null;
+  slow: () => Promise<unknown> = async () => {};
+  tensors: TensorTable = []; // of the last push
   override async pushWeights(version: number, path: string) {
     const pushed = await super.pushWeights(version, path);
+    this.tensors = pushed.tensors;
+    await this.slow();
     const damage = this.damage;
     this.damage = null;
     return damage ? { ...pushed, tensors: damage(path, pushed.tensors) } : pushed;
@@ -30,6 +36,77 @@ const BYTES: Damage = (path, table) => {
 };
 const LAYOUT: Damage = (path, table) => swapLayout(path, table);
 
+interface Opened {
+  readonly numEngines?: number;
+  readonly script?: Json;
+  readonly deadlineMs?: number;
+}
+
+/** Engines of this test have names of their own. */
+async function openRefit(
+  cell: Cell,
+  kind: Kind,
+  model: string,
+  name: string,
+  { numEngines = 1, script, ...more }: Opened = {},
+) {
+  const events: string[] = [];
+  const ranks = await startRanks(cell, kind, { name, model, worldSize: 1 });
+  const trainer = new LeakyTrainer({
+    start: () => ranks,
+    launcher: cell.launcher,
+    loss: { clipLowHigh: [0.2, 0.2], isLevel: 'off', isMode: 'mask', isThreshold: [0.5, 5] },
+    temperature: 1,
+    packed: false,
+  });
+  const generator: Generator = new Generator({
+    launcher: cell.launcher,
+    spec: (index) => ({
+      id: `engine-${name}${index}`,
+      kind: 'engine',
+      command: kind.command('engine'),
+      options: engineOptions(kind, model, script === undefined ? {} : { script }),
+    }),
+    maxRequests: 64,
+    maxRestarts: 2,
+    hooks: { join: (engine: Engine) => refit.join(engine), event: (event) => events.push(event) },
+  });
+  const refit: Refit = new Refit({
+    generator,
+    trainer,
+    runDir: join(cell.dir, name),
+    verifyEvery: 10,
+    tolerance: 1e-4,
+    cache: 'clear',
+    deadlineMs: 60_000,
+    ...more,
+  });
+  refit.probes = [Int32Array.from([5, 9, 40, 3, 77, 12]), Int32Array.from([1, 2, 3])];
+  await Promise.all(Array.from({ length: numEngines }, (_, i) => generator.startEngine(i)));
+  let step = 0;
+  const train = () =>
+    trainer.step({
+      step: ++step,
+      version: refit.version,
+      samples: [SAMPLE],
+      plan: PLAN,
+      denominator: 3,
+      lr: 0.05,
+      old: null,
+    });
+  const close = async () => {
+    generator.close();
+    trainer.close();
+    await Promise.all([...generator.engines].map((engine) => cell.launcher.kill(engine.worker)));
+    await Promise.all(ranks.map((rank) => cell.launcher.kill(rank)));
+  };
+  return { generator, refit, trainer, train, events, close };
+}
+
+async function until(condition: () => boolean): Promise<void> {
+  while (!condition()) await sleep(2);
+}
+
 describe.each([simulated, torch])('refit with $name workers', (kind: Kind) => {
   let cell: Cell;
   let model: string;
@@ -39,57 +116,7 @@ describe.each([simulated, torch])('refit with $name workers', (kind: Kind) => {
   }, kind.startMs);
   afterAll(() => cell?.close());
 
-  /** Engines of this test have names of their own. */
-  async function open(name: string, numEngines = 1) {
-    const events: string[] = [];
-    const ranks = await startRanks(cell, kind, { name, model, worldSize: 1 });
-    const trainer = new LeakyTrainer({
-      start: () => ranks,
-      launcher: cell.launcher,
-      loss: { clipLowHigh: [0.2, 0.2], isLevel: 'off', isMode: 'mask', isThreshold: [0.5, 5] },
-      temperature: 1,
-      packed: false,
-    });
-    const generator: Generator = new Generator({
-      launcher: cell.launcher,
-      spec: (index) => ({
-        id: `engine-${name}${index}`,
-        kind: 'engine',
-        command: kind.command('engine'),
-        options: engineOptions(kind, model),
-      }),
-      maxRequests: 64,
-      maxRestarts: 2,
-      hooks: { join: (engine: Engine) => refit.join(engine), event: (event) => events.push(event) },
-    });
-    const refit: Refit = new Refit({
-      generator,
-      trainer,
-      runDir: join(cell.dir, name),
-      verifyEvery: 10,
-      tolerance: 1e-4,
-    });
-    refit.probes = [Int32Array.from([5, 9, 40, 3, 77, 12]), Int32Array.from([1, 2, 3])];
-    await Promise.all(Array.from({ length: numEngines }, (_, i) => generator.startEngine(i)));
-    let step = 0;
-    const train = () =>
-      trainer.step({
-        step: ++step,
-        version: refit.version,
-        samples: [SAMPLE],
-        plan: PLAN,
-        denominator: 3,
-        lr: 0.05,
-        old: null,
-      });
-    const close = async () => {
-      generator.close();
-      trainer.close();
-      await Promise.all([...generator.engines].map((engine) => cell.launcher.kill(engine.worker)));
-      await Promise.all(ranks.map((rank) => cell.launcher.kill(rank)));
-    };
-    return { generator, refit, trainer, train, events, close };
-  }
+  const open = (name: string, more?: Opened) => openRefit(cell, kind, model, name, more);
 
   test(
     'raises the version by one and leaves engine and trainer with the same logprobs, three times running',
@@ -134,6 +161,70 @@ describe.each([simulated, torch])('refit with $name workers', (kind: Kind) => {
   );
 
   test(
+    'engines sample while weights are staged, stand still one by one, and requests go on under the new version',
+    async () => {
+      const { refit, train, trainer, generator, close } = await open('live', { numEngines: 2 });
+      const turns = Array.from({ length: 4 }, (_, i) => generator.generate(request(`r${i}`, { max_tokens: 300 })));
+      await until(() => generator.tokens > 8);
+      await train();
+      let during = 0;
+      trainer.slow = async () => {
+        const before = generator.tokens;
+        await until(() => generator.tokens > before + 20);
+        during = generator.tokens - before;
+      };
+      const times = await refit.push();
+      expect(during).toBeGreaterThan(20);
+      expect([times.took, times.engines]).toEqual([2, 2]);
+      expect(times.pauseMs).toBeGreaterThan(0);
+      const sums = trainer.tensors.map((tensor) => tensor.crc32);
+      expect(times.checksum).toBe(crc32(Buffer.from(Uint32Array.from(sums).buffer)));
+      trainer.slow = async () => {};
+      expect((await refit.push()).checksum).toBe(times.checksum); // the same weights again
+      await train();
+      expect((await refit.push()).checksum).not.toBe(times.checksum);
+      for (const { ids, spans, reason } of await Promise.all(turns)) {
+        expect([reason, ids.length]).toEqual(['length', 300]);
+        expect(spans.map(({ version }) => version)).toEqual([0, 1, 2, 3]);
+        expect(spans.map(({ from }) => from).slice(1)).toEqual(spans.map(({ to }) => to).slice(0, -1));
+      }
+      await close();
+    },
+    kind.startMs,
+  );
+
+  test(
+    'an engine that hangs is killed after the deadline, the other does not wait for it, and its requests go on there',
+    async () => {
+      const { refit, train, generator, events, close } = await open('hung', { numEngines: 2, deadlineMs: 1500 });
+      const print = vi.spyOn(process.stderr, 'write').mockReturnValue(true);
+      const turns = Array.from({ length: 4 }, (_, i) => generator.generate(request(`r${i}`, { max_tokens: 100 })));
+      await until(() => generator.tokens > 8);
+      await train();
+      const [first, second] = generator.engines as [Engine, Engine];
+      process.kill(first.worker.pid, 'SIGSTOP');
+      const push = refit.push();
+      await until(() => refit.version === 1);
+      expect(first.peer.isLost).toBe(false); // it has time left
+      const times = await push;
+      const printed = print.mock.calls.map(([text]) => text).join('');
+      print.mockRestore();
+      expect([times.took, times.engines]).toEqual([1, 2]);
+      expect(times.pauseMs).toBeLessThan(1500);
+      expect(events).toContain('engine_killed');
+      expect(printed).toContain(
+        `${first.worker.spec.id} took longer than refit.deadline_s, 1.5 s, to take weights and is killed`,
+      );
+      for (const { ids, spans, engine } of await Promise.all(turns)) {
+        expect([ids.length, engine]).toEqual([100, second.worker.spec.id]);
+        expect(spans.map(({ version }) => version)).toEqual([0, 1]);
+      }
+      await close();
+    },
+    kind.startMs,
+  );
+
+  test(
     'an engine killed between refits comes back with the current version',
     async () => {
       const { refit, train, generator, close } = await open('killed');
@@ -146,20 +237,87 @@ describe.each([simulated, torch])('refit with $name workers', (kind: Kind) => {
       expect(generator.engines[0]?.worker.pid).not.toBe(old?.worker.pid);
       expect((await refit.parity()).max).toBeLessThanOrEqual(1e-5);
       expect(refit.version).toBe(1);
-      const turn = await generator.generate({
-        rolloutId: 'r',
-        attempt: 0,
-        turn: 0,
-        sessionId: 'r',
-        sampling: { temperature: 1, top_p: 1, top_k: 0, max_tokens: 4, seed: 1, stop: [], stop_token_ids: [] },
-        prompt: Int32Array.from([5, 6, 7]),
-      });
+      const turn = await generator.generate(request('r', { max_tokens: 4 }));
       expect(new Set(turn.spans.map((span) => span.version))).toEqual(new Set([1]));
       await close();
     },
     kind.startMs,
   );
 });
+
+describe('an engine that joins during a refit', () => {
+  let cell: Cell;
+  let model: string;
+  beforeAll(async () => {
+    cell = await Cell.open();
+    [model] = await simulated.makeModels(cell.dir);
+  });
+  afterAll(() => cell?.close());
+
+  test('has the newest version when it takes part, though that was pushed while it joined', async () => {
+    const slow = { worker: 'engine-late1', what: 'slow', on: 'resume', nth: 1, ms: 400 };
+    const { refit, train, generator, close } = await openRefit(cell, simulated, model, 'late', {
+      script: { failures: [slow] },
+    });
+    await train();
+    await refit.push();
+    // Pushes all the while, so that some fall between its load and its first request.
+    let joined = false;
+    const served = generator.startEngine(1).then(async ({ peer }) => {
+      joined = true;
+      const newest = refit.version;
+      const { fields } = await peer.request('score', {}, flatRows([Int32Array.of(1, 2)]));
+      return fields.version - newest;
+    });
+    while (!joined) {
+      await train();
+      await refit.push();
+    }
+    expect(await served).toBeGreaterThanOrEqual(0);
+    expect((await refit.parity()).max).toBeLessThanOrEqual(1e-5);
+    await close();
+  });
+
+  test('is waited for when there is no other, and is the one that makes the version', async () => {
+    const { refit, train, generator, close } = await openRefit(cell, simulated, model, 'only');
+    await train();
+    await refit.push();
+    const [first] = generator.engines;
+    await train();
+    await cell.launcher.kill((first as Engine).worker);
+    expect((await refit.push()).engines).toBe(0);
+    expect(refit.version).toBe(2);
+    await expect.poll(() => generator.engines.length).toBe(1);
+    expect((await refit.parity()).max).toBeLessThanOrEqual(1e-5);
+    await close();
+  });
+
+  test('finds a whole file, however long it reads', async () => {
+    const slow = { worker: 'engine-read1', what: 'slow', on: 'load_weights', nth: 1, ms: 100 };
+    const { refit, train, generator, events, close } = await openRefit(cell, simulated, model, 'read', {
+      script: { failures: [slow] },
+    });
+    await train();
+    await refit.push();
+    const joining = generator.startEngine(1);
+    let joined = false;
+    void joining.then(() => {
+      joined = true;
+    });
+    while (!joined) {
+      await train();
+      await refit.push();
+    }
+    expect(events).not.toContain('engine_killed');
+    await close();
+  });
+});
+
+function request(rolloutId: string, more: Partial<Sampling> = {}): TurnRequest {
+  const sampling = { temperature: 1, top_p: 1, top_k: 0, max_tokens: 4, seed: 1, stop: [], stop_token_ids: [] };
+  const prompt = Int32Array.from([5, 6, 7]);
+  return { rolloutId, attempt: 0, turn: 0, sessionId: rolloutId, sampling: { ...sampling, ...more }, prompt };
+}
 
 /** Three trained tokens with credit, so that every step moves the weights. */
 const SAMPLE: Sample = {

@@ -31,13 +31,14 @@ import {
 const weights = initialWeights(1);
 const OPEN: LossOptions = { clip_low: 0.2, clip_high: 0.28, is_level: 'off', is_mode: 'mask', is_low: 0.5, is_high: 2 };
 
-function row(ids: number[], advantages: number[], rollout?: number[], old?: number[]): Row {
+function row(ids: number[], advantages: number[], rollout?: number[], old?: number[], stale?: number[]): Row {
   return {
     ids: Int32Array.from(ids),
     lossMask: Uint8Array.from(ids, (_, k) => (k === 0 ? 0 : 1)),
     rolloutLogprobs: rollout ? Float32Array.from(rollout) : scoreIds(weights, ids),
     advantages: Float32Array.from(advantages),
     oldLogprobs: old ? Float32Array.from(old) : null,
+    stale: stale ? Uint8Array.from(stale) : null,
   };
 }
 
@@ -228,6 +229,39 @@ describe('learning', () => {
     expect(sums.is_filtered).toBe(filtered);
     expect(maxima.mismatch_abs).toBeCloseTo(Math.log(10), 4);
     expect(sums.mismatch_k3).toBeCloseTo(10 - 1 - Math.log(10), 2);
+  });
+
+  test('of stale tokens the difference is drift, not mismatch; they weigh as sampled and stay in the denominator', () => {
+    const ids = encodeText('abcd');
+    const now = [...scoreIds(weights, ids)] as [number, number, number, number];
+    // trainer - rollout: 0.1 fresh, ln 3 stale (out of the band), -0.5 stale
+    const gaps = [0, 0.1, Math.log(3), -0.5];
+    const rollout = now.map((x, k) => x - (gaps[k] as number));
+    const loss: LossOptions = { ...OPEN, is_level: 'token', is_mode: 'mask', is_low: 0.5, is_high: 2 };
+    const of = (stale?: number[], old?: number[]) =>
+      policyLoss(
+        weights,
+        [row(ids, [0, 1, 1, 1], rollout, old, stale)],
+        { loss, temperature: 1, tokens: 3 },
+        new Float64Array(NUM_PARAMETERS),
+      );
+    const { sums, maxima } = of([0, 0, 1, 1]);
+    expect(sums.fresh_tokens).toBe(1);
+    expect(sums.mismatch_abs).toBeCloseTo(0.1, 4);
+    expect(sums.mismatch_k3).toBeCloseTo(Math.exp(0.1) - 1 - 0.1, 5);
+    expect(maxima.mismatch_abs).toBeCloseTo(0.1, 4);
+    expect(sums.drift_abs).toBeCloseTo(Math.log(3) + 0.5, 4);
+    expect(sums.is_weight).toBeCloseTo(Math.exp(0.1) + 3 + Math.exp(-0.5), 4);
+    expect(sums.loss).toBeCloseTo(-(Math.exp(0.1) + Math.exp(-0.5)) / 3, 4); // the rejected one counts in the 3
+    expect(sums.is_filtered).toBe(1);
+    expect(of().sums).toMatchObject({ loss: sums.loss, fresh_tokens: 3, drift_abs: 0 });
+    // A later pass over the batch: the weight is of where the first one began, the ratio of now.
+    const start = now.map((x) => x - 0.05);
+    const later = of([0, 0, 1, 1], start).sums;
+    const weighed = Math.exp(0.05) + Math.exp(-0.55);
+    expect(later.is_weight).toBeCloseTo(weighed + 3 * Math.exp(-0.05), 4);
+    expect(later.drift_abs).toBeCloseTo(Math.log(3) - 0.05 + 0.55, 4);
+    expect(later.loss).toBeCloseTo((-weighed * Math.exp(0.05)) / 3, 4);
   });
 
   test('steps raise the probability of what earned an advantage', () => {

@@ -15,7 +15,17 @@ def gated(mode: str, low: float = 0.5, high: float = 2.0) -> LossOptions:
     return LossOptions(0.2, 0.2, is_level="token", is_mode=mode, is_low=low, is_high=high)
 
 
-def call(logprobs, *, old=None, rollout=None, advantages=None, mask=None, denominator=None, options=PPO):
+def call(
+    logprobs,
+    *,
+    old=None,
+    rollout=None,
+    advantages=None,
+    mask=None,
+    denominator=None,
+    options=PPO,
+    stale=None,
+):
     """policy_loss of lists; what is left out is 0 (old, rollout), 1 (advantages) or all trained (mask)."""
     logprobs = torch.as_tensor(logprobs, dtype=torch.float64)
     n = len(logprobs)
@@ -29,7 +39,7 @@ def call(logprobs, *, old=None, rollout=None, advantages=None, mask=None, denomi
     old_column = None if old == "absent" else columns["old"]
     denominator = float(mask.sum()) if denominator is None else denominator
     return policy_loss(
-        logprobs, old_column, columns["rollout"], columns["advantages"], mask, denominator, options
+        logprobs, old_column, columns["rollout"], columns["advantages"], mask, denominator, options, stale
     )
 
 
@@ -153,6 +163,51 @@ def test_mismatch_is_between_engine_and_trainer_before_the_step():
     assert float(numbers.maxima["mismatch_abs"]) == pytest.approx(0.3)
     k3 = (math.exp(0.1) - 1 - 0.1) + (math.exp(-0.3) - 1 + 0.3)
     assert float(numbers.sums["mismatch_k3"]) == pytest.approx(k3)
+
+
+def test_of_stale_tokens_the_difference_is_drift_and_not_mismatch():
+    stale = torch.tensor([False, True, True, False])
+    loss, numbers = call(
+        [-1.0, -2.0, -3.0, math.nan],
+        old=[-1.0, -2.0, -3.0, math.nan],
+        rollout=[-1.1, -2.0 - LN3, -2.5, math.nan],
+        mask=[1, 1, 1, 0],
+        options=gated("mask"),
+        stale=stale,
+    )
+    sums = {key: float(value) for key, value in numbers.sums.items()}
+    assert sums["fresh_tokens"] == 1 and sums["tokens"] == 3
+    assert sums["mismatch_abs"] == pytest.approx(0.1)
+    assert sums["mismatch_k3"] == pytest.approx(math.exp(0.1) - 1 - 0.1)
+    assert float(numbers.maxima["mismatch_abs"]) == pytest.approx(0.1)
+    assert sums["drift_abs"] == pytest.approx(LN3 + 0.5)
+    assert sums["is_weight"] == pytest.approx(math.exp(0.1) + 3 + math.exp(-0.5))  # before the gate
+    # Weighed as sampled, and the rejected one stays in the denominator of 3.
+    assert float(loss) == pytest.approx(-(math.exp(0.1) + math.exp(-0.5)) / 3)
+    assert sums["is_filtered"] == 1
+
+
+def test_without_a_fresh_token_the_mismatch_is_zero_over_none():
+    _, numbers = call([-1.0], rollout=[-4.0], stale=torch.tensor([True]))
+    zeros = (numbers.sums["fresh_tokens"], numbers.sums["mismatch_abs"], numbers.sums["mismatch_k3"])
+    assert [float(x) for x in (*zeros, numbers.maxima["mismatch_abs"])] == [0.0] * 4
+    assert float(numbers.sums["drift_abs"]) == pytest.approx(4.0)
+
+
+@pytest.mark.parametrize(
+    ("mode", "coefficients"), [("mask", [0, 0, 1.5]), ("clip", [2, 0.5, 1.5]), ("trunc", [2, 1 / 3, 1.5])]
+)
+def test_in_a_later_pass_stale_tokens_weigh_as_at_its_start_and_the_ratio_is_of_now(mode, coefficients):
+    old = [-1.0, -2.0, -3.0]
+    rollout = [-1.0 - LN3, -2.0 + LN3, -3.0 - math.log(1.5)]
+    logprobs = torch.tensor([x + 0.1 for x in old], dtype=torch.float64, requires_grad=True)
+    stale = torch.tensor([True, True, True])
+    loss, numbers = call(logprobs, old=old, rollout=rollout, options=gated(mode), stale=stale)
+    loss.backward()
+    wanted = torch.tensor(coefficients, dtype=torch.float64) * -math.exp(0.1) / 3
+    assert torch.allclose(gradient(logprobs), wanted)
+    assert float(loss.detach()) == pytest.approx(float(wanted.sum()))
+    assert float(numbers.sums["is_weight"]) == pytest.approx(3 + 1 / 3 + 1.5)
 
 
 # ---- Masks ----

@@ -1,5 +1,5 @@
 /**
- * The trainer contract: the same assertions over real sockets for the simulated and the  trainer. One rank, two
+ * The trainer contract: the same assertions over real sockets for the simulated and the torch trainer. One rank, two
  * ranks of the same model, and an engine; every test begins with the weights of the same checkpoint.
  */
 import { mkdirSync } from 'node:fs';
@@ -7,7 +7,8 @@ import { join } from 'node:path';
 import { afterAll, beforeAll, beforeEach, describe, expect, test, vi } from 'vitest';
 import type { Worker } from '../molt/launch.ts';
 import type { Fields, Frames, ReplyFields, RequestKind } from '../molt/protocol.ts';
-import { flatRows } from '../molt/trainer.ts';
+import { flatRows, Trainer } from '../molt/trainer.ts';
+import type { Sample } from '../molt/types.ts';
 import { Cell, engineOptions, KINDS, largestGap, promptOf, startRanks, writeSegment } from './contract.ts';
 import { EngineClient, refused } from './engine_client.ts';
 
@@ -28,6 +29,7 @@ interface Row {
   readonly rollout: Float32Array;
   readonly advantages: Float32Array;
   readonly old?: Float32Array;
+  readonly stale?: Uint8Array;
 }
 type Split = readonly (readonly number[])[]; // row numbers per micro-batch
 
@@ -126,6 +128,9 @@ describe.each(KINDS)('%s trainer', (_, kind) => {
       rollout_logprobs: column((row) => row.rollout),
       advantages: column((row) => row.advantages),
       ...(rows.every((row) => row.old) && { old_logprobs: column((row) => row.old as Float32Array) }),
+      ...(rows.some((row) => row.stale) && {
+        stale: Uint8Array.from(rows.flatMap((row) => [...(row.stale ?? new Uint8Array(row.ids.length))])),
+      }),
     };
   }
 
@@ -279,6 +284,120 @@ describe.each(KINDS)('%s trainer', (_, kind) => {
     },
   );
 
+  /** Tokens of an older version, among them masked ones, in three of the rows. */
+  const isStale = (rows: readonly Row[], row: Row, k: number): boolean => rows.indexOf(row) < 3 && k % 2 === 0;
+  const withStale = (rows: readonly Row[]): Row[] =>
+    rows.map((row, i) => (i < 3 ? { ...row, stale: Uint8Array.from(row.ids, (_, k) => (k % 2 === 0 ? 1 : 0)) } : row));
+
+  test('mismatch is of fresh tokens, drift of stale ones; both are weighed as sampled, at the start of the step', async () => {
+    const loss = { ...LOSS, is_level: 'token', is_mode: 'mask' };
+    const noise = (k: number): number => [1.5, 0.01, -0.4, 0.02][k % 4]!; // odd tokens are nearly as sampled
+    const rows = withStale(await makeRows(noise));
+    for (const row of rows.slice(3)) for (const k of row.ids.keys()) row.rollout[k]! -= noise(k) - 0.03;
+    const gap = (row: Row, k: number): number => (rows.indexOf(row) < 3 ? -noise(k) : -0.03);
+    const over = (f: (x: number) => number, which: (row: Row, k: number) => boolean = () => true): number =>
+      sumOver(rows, (row, k) => (which(row, k) ? f(gap(row, k)) : 0));
+    const stale = (row: Row, k: number): boolean => isStale(rows, row, k);
+    const fresh = (row: Row, k: number): boolean => !stale(row, k);
+    const { sums, maxima } = await trainOne(rows, { loss });
+    const tokens = sumOver(rows, () => 1);
+    expect([sums.tokens, sums.fresh_tokens]).toEqual([tokens, over(() => 1, fresh)]);
+    expect(sums.fresh_tokens).toBeLessThan(tokens);
+    closeTo(sums.mismatch_abs, over(Math.abs, fresh), 1e-4);
+    closeTo(
+      sums.mismatch_k3,
+      over((x) => Math.exp(x) - 1 - x, fresh),
+      1e-4,
+    );
+    closeTo(sums.drift_abs, over(Math.abs, stale), 1e-4);
+    closeTo(sums.is_weight, over(Math.exp), 1e-4);
+    expect(Math.abs((maxima[0]?.mismatch_abs ?? 0) - 0.03)).toBeLessThan(1e-4);
+    const weight = (row: Row, k: number): number => {
+      const w = Math.exp(gap(row, k));
+      return w < 0.5 || w > 2 ? 0 : w;
+    };
+    const rejected = sumOver(rows, (row, k) => (weight(row, k) === 0 ? 1 : 0));
+    expect([sums.is_filtered, rejected > 0]).toEqual([rejected, true]);
+    // The rejected ones are in the denominator.
+    closeTo(sums.loss, -sumOver(rows, (row, k) => weight(row, k) * (row.advantages[k] as number)) / tokens, 1e-4);
+  });
+
+  test.each([false, true])('trainer.ts marks tokens of older versions (keys kept: %s)', async (keepsKeys) => {
+    const ids = rowIds().slice(0, 3);
+    const own = await logprobs(one, ids);
+    const samples = ids.map(
+      (row, i): Sample => ({
+        rolloutId: `r${i}`,
+        groupId: 'g',
+        trajectory: {
+          ids: row,
+          lossMask: maskOf(row),
+          logprobs: Float32Array.from(own[i] as Float32Array, (x) => x - 0.5),
+          versions: row.map((_, k) => (maskOf(row)[k] === 0 ? -1 : i === 0 && k === 4 ? 6 : 7)),
+          turns: row.map((_, k) => Math.floor(k / 5)),
+          spans: [],
+        },
+        advantages: Float32Array.from(row, (_, k) => maskOf(row)[k] as number),
+      }),
+    );
+    const trainer = new Trainer({
+      ranks: one,
+      launcher: cell.launcher,
+      loss: { clipLowHigh: [0.2, 0.2], isLevel: 'off', isMode: 'mask', isThreshold: [0.5, 5] },
+      temperature: 1,
+      packed: true,
+      keepsKeys,
+    });
+    const run = (version: number) =>
+      trainer.step({
+        step: ++step,
+        version,
+        samples,
+        plan: {
+          ranks: [{ samples: [2, 0, 1], microBatches: [[0], [1, 2]], tokens: 0 }],
+          numMicroBatches: 2,
+          numDummies: 0,
+        },
+        denominator: 1,
+        lr: 0,
+        old: null,
+      });
+    const tokens = samples.reduce((n, { trajectory }) => n + trajectory.lossMask.filter((x) => x === 1).length, 0);
+    // Token 4 of the first row, the second token of its turn 0; no other of that turn follows it.
+    const now = (await run(7)).sums;
+    expect([now.tokens, now.fresh_tokens]).toEqual([tokens, tokens - 1]);
+    closeTo(now.drift_abs, 0.5, 1e-4);
+    const later = (await run(8)).sums;
+    expect([later.fresh_tokens, later.mismatch_abs]).toEqual([0, 0]);
+    closeTo(later.drift_abs, 0.5 * tokens, 1e-4);
+    const turns = samples[0]?.trajectory.turns as Int32Array;
+    turns.fill(0);
+    const rest = [...maskOf(ids[0] as Int32Array)].filter((x, k) => x === 1 && k > 4).length;
+    expect((await run(7)).sums.fresh_tokens).toBe(tokens - 1 - (keepsKeys ? rest : 0));
+    expect(rest).toBeGreaterThan(1);
+    trainer.close();
+  });
+
+  test('a second pass over stale tokens weighs them as the first did, and its ratio starts where the first began', async () => {
+    const loss = { ...LOSS, is_level: 'token', is_mode: 'trunc' };
+    const noise = (k: number): number => [-1.5, 0.1, -0.4, 0][k % 4]!;
+    const own = await logprobs(one, rowIds());
+    const rows = withStale(await makeRows(noise)).map((row, i) => ({ ...row, old: own[i] as Float32Array }));
+    const first = await trainOne(rows, { loss });
+    const after = await logprobs(one, rowIds());
+    const second = await trainOne(rows, { loss });
+    for (const key of ['is_weight', 'drift_abs', 'mismatch_abs', 'fresh_tokens'])
+      closeTo(second.sums[key], first.sums[key] as number, 1e-6);
+    const surrogate = (row: Row, k: number): number => {
+      const i = rows.indexOf(row as (typeof rows)[number]);
+      const ratio = Math.exp((after[i]?.[k] as number) - (row.old?.[k] as number));
+      const a = row.advantages[k] as number;
+      return Math.min(Math.exp(-noise(k)), 2) * Math.min(ratio * a, Math.min(Math.max(ratio, 0.8), 1.28) * a);
+    };
+    closeTo(second.sums.loss, -sumOver(rows, surrogate) / sumOver(rows, () => 1), 1e-4);
+    expect(Math.abs((second.sums.loss as number) - (first.sums.loss as number))).toBeGreaterThan(1e-3);
+  });
+
   test.each<[string, Split, boolean]>([
     ['one micro-batch', EVERY, true],
     ['a row each', EVERY[0]!.map((i) => [i]), true],
@@ -301,7 +420,7 @@ describe.each(KINDS)('%s trainer', (_, kind) => {
   });
 
   test('two ranks take the same step as one', async () => {
-    const rows = await makeRows(() => 0.01);
+    const rows = withStale(await makeRows(() => 0.01));
     const single = await trainOne(rows);
     const after = await logprobs(one, rowIds());
     await all(two, 'restore', { path: start }); // saved by one rank
@@ -320,8 +439,8 @@ describe.each(KINDS)('%s trainer', (_, kind) => {
         [[0, 1], []],
       ],
     );
-    for (const key of ['loss', 'tokens', 'mismatch_abs', 'mismatch_k3', 'entropy'])
-      closeTo(shared.sums[key], single.sums[key] as number);
+    const keys = 'loss tokens mismatch_abs mismatch_k3 entropy fresh_tokens drift_abs is_weight';
+    for (const key of keys.split(' ')) closeTo(shared.sums[key], single.sums[key] as number);
     for (const maxima of shared.maxima) {
       expect(maxima.skipped).toBe(0);
       closeTo((maxima.grad_norm as number) / (single.maxima[0]?.grad_norm as number), 1);
@@ -451,6 +570,7 @@ describe.each(KINDS)('%s trainer', (_, kind) => {
     expect(await send({ part: 1 })).toMatchObject({ type: 'bad_request', field: 'part' });
     expect(await send({}, { lengths: Int32Array.of(3) })).toMatchObject({ type: 'bad_request', field: 'lengths' });
     expect(await send({}, { advantages: advantages.slice(1) })).toMatchObject({ type: 'bad_request' });
+    expect(await send({}, { stale: loss_mask.slice(1) })).toMatchObject({ type: 'bad_request' });
     expect(await send({}, { ids: ids.map(() => 1_000_000) })).toMatchObject({ type: 'bad_request', field: 'ids' });
     expect(await send({}, { advantages: advantages.map(() => Number.NaN) })).toMatchObject({
       type: 'bad_request',

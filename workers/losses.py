@@ -12,6 +12,10 @@ Per trained token, with A its advantage and every logprob taken at the sampled i
 engine. Without `old` it is the current logprob held constant: r is exactly 1 and the gradient is
 REINFORCE's.
 
+For a token sampled by the weights being trained, old - rollout is how far trainer and engine disagree
+(`mismatch_*`); for a stale one it is also how far the policy has moved since (`drift_abs`). The loss makes no
+difference between them.
+
 Invariants
   1. The denominator comes from the controller and is the same for all micro-batches and ranks of a step.
      Tokens that the importance gate rejects stay in it.
@@ -93,6 +97,7 @@ def policy_loss(
     mask: torch.Tensor,  # bool
     denominator: float,  # trained tokens of the whole batch, all ranks
     options: LossOptions,
+    stale: torch.Tensor | None = None,  # bool, sampled by an older version; None = no token is
 ) -> tuple[torch.Tensor, Numbers]:
     """This rank's share of the global loss (a scalar that always has a gradient path), and its numbers."""
     old = logprobs.detach() if old_logprobs is None else old_logprobs
@@ -111,15 +116,23 @@ def policy_loss(
     with torch.no_grad():
         gap = torch.where(mask, old, 0.0) - torch.where(mask, rollout_logprobs, 0.0)
         inside = log_ratio(old, rollout_logprobs, mask)
+        fresh = mask if stale is None else mask & ~stale
+        fresh_gap = torch.where(fresh, gap.abs(), 0.0)
         moved = torch.where(mask, old - logprobs, 0.0)
         sums = {
             "loss": loss.detach(),
             "tokens": mask.sum(),
             "clipped": ((clipped < plain) & mask).sum(),
             "is_filtered": rejected.sum(),
-            "mismatch_abs": gap.abs().sum(),
-            "mismatch_k3": (inside.exp() - 1 - inside).sum(),  # >= 0, mean = KL(engine || trainer)
+            "is_weight": torch.where(
+                mask, inside.exp(), 0.0
+            ).sum(),  # w before the gate, whatever is_level is
+            "fresh_tokens": fresh.sum(),
+            "mismatch_abs": fresh_gap.sum(),
+            # >= 0, mean = KL(engine || trainer)
+            "mismatch_k3": torch.where(fresh, inside.exp() - 1 - inside, 0.0).sum(),
+            "drift_abs": torch.where(mask & ~fresh, gap.abs(), 0.0).sum(),
             "kl_old": moved.sum(),  # mean = KL(old || current), first order
         }
-        maxima = {"mismatch_abs": gap.abs().max() if len(gap) else gap.sum()}
+        maxima = {"mismatch_abs": fresh_gap.max() if len(gap) else gap.sum()}
     return loss, Numbers(sums, maxima)

@@ -354,6 +354,7 @@ export interface Row {
   readonly rolloutLogprobs: Float32Array;
   readonly advantages: Float32Array;
   readonly oldLogprobs: Float32Array | null; // null: one step per batch, so old = current and the ratio is 1
+  readonly stale: Uint8Array | null; // 1 = sampled by an older version than the one trained; null: no token is
 }
 export interface LossOptions {
   readonly clip_low: number;
@@ -371,10 +372,9 @@ export interface LossNumbers {
 const LOG_RATIO_LIMIT = 30;
 const clamp = (x: number, low: number, high: number): number => Math.min(Math.max(x, low), high);
 
-/** Importance correction exp(old - rollout), detached. Out of band: mask 0, clip to the band, trunc to its top. */
-function correction(logRatio: number, o: LossOptions): { coef: number; filtered: boolean } {
+/** Importance correction by w = exp(old - rollout), detached. Out of band: mask 0, clip to the band, trunc to its top. */
+function correction(w: number, o: LossOptions): { coef: number; filtered: boolean } {
   if (o.is_level === 'off') return { coef: 1, filtered: false };
-  const w = Math.exp(clamp(logRatio, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT));
   if (o.is_mode === 'trunc') return { coef: Math.min(w, o.is_high), filtered: w > o.is_high };
   const filtered = w < o.is_low || w > o.is_high;
   if (o.is_mode === 'clip') return { coef: clamp(w, o.is_low, o.is_high), filtered };
@@ -398,8 +398,11 @@ export function policyLoss(
     tokens: 0,
     clipped: 0,
     is_filtered: 0,
+    is_weight: 0,
+    fresh_tokens: 0,
     mismatch_abs: 0,
     mismatch_k3: 0,
+    drift_abs: 0,
     kl_old: 0,
     entropy: 0,
   };
@@ -413,8 +416,9 @@ export function policyLoss(
       logSoftmax(logitsAt(weights, r.ids, k, row), options.temperature);
       const logprob = row[id] as number;
       const old = r.oldLogprobs ? (r.oldLogprobs[k] as number) : logprob;
-      const mismatch = old - (r.rolloutLogprobs[k] as number);
-      const is = correction(mismatch, options.loss);
+      const gap = old - (r.rolloutLogprobs[k] as number); // mismatch of a fresh token, policy drift of a stale one
+      const weight = Math.exp(clamp(gap, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT));
+      const is = correction(weight, options.loss);
       const advantage = r.advantages[k] as number;
       const ratio = Math.exp(clamp(logprob - old, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT));
       const clippedRatio = clamp(ratio, 1 - options.loss.clip_low, 1 + options.loss.clip_high);
@@ -424,10 +428,15 @@ export function policyLoss(
       sums.tokens += 1;
       sums.clipped += clipped ? 1 : 0;
       sums.is_filtered += is.filtered ? 1 : 0;
-      sums.mismatch_abs += Math.abs(mismatch);
-      sums.mismatch_k3 += Math.exp(clamp(mismatch, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)) - 1 - mismatch;
+      sums.is_weight += weight;
       sums.kl_old += old - logprob;
-      maxima.mismatch_abs = Math.max(maxima.mismatch_abs, Math.abs(mismatch));
+      if (r.stale?.[k] === 1) sums.drift_abs += Math.abs(gap);
+      else {
+        sums.fresh_tokens += 1;
+        sums.mismatch_abs += Math.abs(gap);
+        sums.mismatch_k3 += weight - 1 - gap;
+        maxima.mismatch_abs = Math.max(maxima.mismatch_abs, Math.abs(gap));
+      }
       for (let v = 0; v < VOCAB_SIZE; v++) sums.entropy -= Math.exp(row[v] as number) * (row[v] as number);
       const byLogprob = clipped ? 0 : (-is.coef * advantage * ratio) / denominator;
       if (byLogprob !== 0) addGradient(grad, r.ids, k, row, byLogprob / options.temperature);

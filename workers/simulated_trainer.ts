@@ -304,11 +304,13 @@ function readRows(frames: Frames<'rows'>): Row[] {
   const rollout = numbers('rollout_logprobs', frames.rollout_logprobs);
   const advantages = numbers('advantages', frames.advantages);
   const old = frames.old_logprobs ? numbers('old_logprobs', frames.old_logprobs) : null;
+  const stale = frames.stale ? column(frames.stale, 'stale') : null;
   return column(frames.ids, 'ids').map((ids, i) => ({
     ids,
     lossMask: masks[i] as Uint8Array,
     rolloutLogprobs: rollout[i] as Float32Array,
     advantages: advantages[i] as Float32Array,
     oldLogprobs: old ? (old[i] as Float32Array) : null,
+    stale: stale ? (stale[i] as Uint8Array) : null,
   }));
 }

@@ -57,6 +57,7 @@ class Row:
     rollout: torch.Tensor
     advantages: torch.Tensor
     old: torch.Tensor | None
+    stale: torch.Tensor  # bool
 
 
 @dataclass
@@ -183,6 +184,7 @@ class Trainer:
             torch.ones_like(logprobs, dtype=torch.bool),
             fields["denominators"]["tokens"],
             options,
+            trained("stale").bool(),  # of a dummy: an empty row of floats
         )
         numbers.sums["entropy"] = entropy.sum()
         return loss, numbers
@@ -243,6 +245,9 @@ def read_rows(frames: dict[str, np.ndarray], vocab_size: int) -> list[Row]:
         return list(torch.from_numpy(array).split(sizes))
 
     mask = column("loss_mask", frames["loss_mask"] != 0)
+    stale = (
+        column("stale", frames["stale"] != 0) if "stale" in frames else [torch.zeros_like(m) for m in mask]
+    )
     numbers = {
         name: column(name, np.array(frames[name]))  # a copy: torch wants memory it may write
         for name in ("rollout_logprobs", "advantages", "old_logprobs")
@@ -258,7 +263,7 @@ def read_rows(frames: dict[str, np.ndarray], vocab_size: int) -> list[Row]:
     if not sizes:
         return []
     rollout, advantages = numbers["rollout_logprobs"], numbers["advantages"]
-    columns = zip(torch.from_numpy(ids).split(sizes), mask, rollout, advantages, old, strict=True)
+    columns = zip(torch.from_numpy(ids).split(sizes), mask, rollout, advantages, old, stale, strict=True)
     return [Row(*row) for row in columns]
 
 
