@@ -133,8 +133,15 @@ export class Generator {
 
   /** Start an engine process. Resolves when it has joined; rejects with the cause when it cannot. */
   async startEngine(index: number): Promise<Engine> {
-    const worker = this.#launcher.start(this.#spec(index));
-    return this.adopt(worker, index);
+    const [engine] = await this.startEngines([index]);
+    invariant(engine, 'one index makes one engine');
+    return engine;
+  }
+
+  /** Several in one process, which simulated ones can be. */
+  async startEngines(indexes: readonly number[]): Promise<Engine[]> {
+    const workers = this.#launcher.startMany(indexes.map((index) => this.#spec(index)));
+    return Promise.all(workers.map((worker, i) => this.adopt(worker, indexes[i] as number)));
   }
 
   /** As `startEngine`, for a process that launch.ts has already started. */

@@ -383,6 +383,11 @@ export const OPTIONS = {
     'latencies, tokens and failures: JSON text or the path of a JSON file (workers/simulated.ts)',
     { effect: SIMULATED },
   ),
+  'simulated.engines_per_process': int(1, 'simulated engines that share a process, and die with it', {
+    min: 1,
+    max: 1024,
+    effect: [{ option: 'engine.kind', is: ['simulated'] }],
+  }),
 } satisfies Record<string, Spec>;
 
 export type OptionName = keyof typeof OPTIONS;

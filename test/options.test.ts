@@ -256,6 +256,7 @@ const EFFECTS: Record<OptionName, Effect> = {
   'launch.max_restarts': { to: ['0'], also: DIES, seen: 'exit' },
   'launch.python': { refused: ['python3'] },
   'simulated.script': { to: [JSON.stringify({ reply: [{ when: '', texts: ['aa'] }] })], also: SHORT, seen: 'numbers' },
+  'simulated.engines_per_process': { to: ['2'], also: [...SHORT, '--engine.num_engines', '2'], seen: 'files' },
 };
 
 describe('every option', () => {
