@@ -194,7 +194,8 @@ export class Refit {
   /** Pause, load, verify. Returns the largest gap of the probes, null when the layout is not due. */
   async #load(engine: Engine, staged: Staged): Promise<number | null> {
     const deadline = { deadlineMs: ENGINE_DEADLINE_MS };
-    await engine.peer.request('pause', { epoch: staged.version, mode: 'keep', clear_cache: true }, undefined, deadline);
+    const pause = { epoch: staged.version, mode: 'keep', clear_cache: true };
+    this.#generator.paused(engine, (await engine.peer.request('pause', pause, undefined, deadline)).frames);
     const { fields } = await engine.peer.request(
       'load_weights',
       {
@@ -226,6 +227,7 @@ export class Refit {
   }
 
   async #resume(engine: Engine, version: number): Promise<void> {
+    this.#generator.resumed(engine);
     // A lost engine is generator.ts's business.
     await engine.peer.request('resume', { epoch: version }).catch((error: Error) => {
       if (!engine.peer.isLost) throw error;

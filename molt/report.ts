@@ -81,6 +81,9 @@ export function generatorMetrics(generator: Generator, stepSeconds: number): Rec
     tokens_generated: counts.tokens,
     cached_token_ratio: counts.promptTokens > 0 ? counts.cachedTokens / counts.promptTokens : 0,
     engine_idle_s: Math.max(0, stepSeconds - counts.busy_s),
+    engine_limit_mean: counts.limitMean,
+    engine_preemptions: counts.preemptions,
+    engines_killed: counts.killed,
   };
 }
 

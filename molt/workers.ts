@@ -84,6 +84,7 @@ export function openWorkers(args: {
     spec: specs.engine,
     maxRequests: options['engine.max_requests'],
     maxRestarts: options['launch.max_restarts'],
+    stallMs: options['engine.stall_s'] * 1000,
     hooks: { join: (engine) => refit.join(engine), event },
   });
   const dtype =

@@ -426,11 +426,12 @@ export class SimulatedEngine {
     if (clearCache) this.#prefixes = [];
     this.#publish();
     const live = [...this.#running, ...this.#queue];
+    const extra = this.#worker.strikes('miscount', 'pause') ? 1 : 0;
     return {
       fields: { version: this.#version },
       frames: {
         handles: Int32Array.from(live, (l) => l.handle),
-        totals: Int32Array.from(live, (l) => l.ids.length - l.promptLength),
+        totals: Int32Array.from(live, (l) => l.ids.length - l.promptLength + extra),
       },
     };
   }

@@ -16,6 +16,7 @@
  *   stall      this and all later work waits for ever       gap        the next message out is lost
  *   slow       this and all later work takes `ms` more      mute       no heartbeat any more; work goes on
  *   corrupt, swap_layout  a tensor in transfer              silence    nothing is sent any more; the process lives
+ *   miscount   a pause tells one token too many
  * Used by simulated.ts, simulated_engine.ts and simulated_trainer.ts.
  */
 import { readFileSync } from 'node:fs';
@@ -76,6 +77,7 @@ const FAILURES = {
   duplicate: async (_: Failure, { wire }: SimulatedWorker): Promise<void> => wire.send(2, 1),
   gap: async (_: Failure, { wire }: SimulatedWorker): Promise<void> => wire.send(0, 1),
   mute: async (_: Failure, { link }: SimulatedWorker): Promise<void> => link.mute(),
+  miscount: async (): Promise<void> => {}, // asked for by `strikes`
   silence: async (_: Failure, { wire }: SimulatedWorker): Promise<void> => wire.send(0, 0),
 } as const;
 
@@ -181,10 +183,14 @@ export class SimulatedWorker {
     return n;
   }
 
+  /** Whether this failure is for the message that has just come. */
+  strikes(what: Failure['what'], on: string): boolean {
+    return this.#failures.some((r) => r.what === what && r.on === on && r.nth === this.#counts.get(on));
+  }
+
   /** A tensor of the transfer in progress, damaged where the script says so. */
   damage(what: keyof typeof DAMAGE, on: RequestKind, name: string, bytes: Buffer): Buffer {
-    const rule = this.#failures.find((r) => r.what === what && r.on === on && r.nth === this.#counts.get(on));
-    if (!rule || name !== DAMAGED_TENSOR) return bytes;
+    if (name !== DAMAGED_TENSOR || !this.strikes(what, on)) return bytes;
     const copy = Buffer.from(bytes);
     DAMAGE[what](copy);
     return copy;
