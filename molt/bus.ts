@@ -408,6 +408,7 @@ export interface ConnectArgs {
   /** A lost link ends the process and its group, a refused one exits 3; unless this is given (tests). */
   readonly onLost?: (reason: string) => void;
   readonly onError?: (error: Error) => void; // errors of event handlers; default: end the process
+  readonly copies?: () => number; // of the next message to the controller; a scripted failure loses or repeats some
 }
 
 /**
@@ -459,7 +460,10 @@ export class WorkerLink {
       hold: true,
     });
     this.#outbox = new Outbox((parts) => this.#transmit(parts));
-    this.#channel.open((parts) => this.#outbox.put(parts), 'C', 0);
+    const put = (parts: Buffer[]) => {
+      for (let n = args.copies?.() ?? 1; n > 0; n--) this.#outbox.put(parts);
+    };
+    this.#channel.open(put, 'C', 0);
     this.#answerLanes();
     for (const event of ['disconnect', 'close'] as const) {
       this.#socket.events.on(event, () => lose(LINK_GONE));
@@ -517,6 +521,11 @@ export class WorkerLink {
   /** As Peer.handle. */
   handle<K extends RequestKind>(kind: K, handler: RequestHandler<K>): void {
     this.#channel.handle(kind, handler);
+  }
+
+  /** No heartbeat from now on: a scripted failure. */
+  mute(): void {
+    clearInterval(this.#heartbeat);
   }
 
   /** What was sent before still goes out, even when the process exits next. May be called twice. */

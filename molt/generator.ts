@@ -3,20 +3,23 @@
  *
  *   turn -> queue -> engine (affinity, then least loaded) -> tokens... -> ended -> turn result
  *                      |
- *                      +-- engine lost: the request continues elsewhere from the tokens it already has
+ *                      +-- engine lost or stalled: the request continues elsewhere from the tokens it already has
  *
  * Invariants
  *   1. A request ends exactly once; its ids are the concatenation of what engines streamed, in order.
  *   2. Every sampled token carries the version in the event that brought it (never the version of now).
- *   3. No engine gets more than its max_requests; the rest wait here, first come first served.
+ *   3. No engine gets more than its limit (concurrency.ts); the rest wait here, first come first served.
  *   4. A (re)started engine takes part only after `join` has given it the current weights.
+ *   5. An engine that has requests and makes no step for stallMs, by this process's own clock, is killed.
+ *   6. What a paused engine says it sampled is what came from it, or it is killed.
  * Called by dispatch.ts (turns), refit.ts (pause, load, resume) and loop.ts (start, close). Talks to engines
  * (protocol.ts: generate, tokens, abort). Elsewhere called: router, inference client, rollout engine.
  */
 import type { Peer } from './bus.ts';
+import { ConcurrencyLimit } from './concurrency.ts';
 import type { Launcher, Worker, WorkerSpec } from './launch.ts';
 import { lastWords } from './launch.ts';
-import type { Fields, Frames } from './protocol.ts';
+import type { Fields, Frames, ReplyFrames } from './protocol.ts';
 import { RemoteError } from './protocol.ts';
 import type { SampledTurn } from './session.ts';
 import type { Sampling } from './types.ts';
@@ -24,6 +27,11 @@ import { invariant } from './types.ts';
 
 /** Prefer the engine that served the session unless it has this many more requests than the emptiest one. */
 const AFFINITY_SLACK = 8;
+/** Longest turn of the clock that looks for stalled engines. However late one comes, it counts as one. */
+const WATCH_MS = 500;
+/** Requests of evaluations have ids that begin so (evaluate.ts); their tokens are not counted. */
+const EVALUATION = 'eval';
+const FIRST_CAPACITY = 64; // tokens
 
 export interface TurnRequest {
   readonly rolloutId: string;
@@ -45,28 +53,66 @@ export interface TurnResult extends SampledTurn {
 interface Live {
   readonly request: TurnRequest;
   readonly resolve: (result: TurnResult) => void;
-  readonly ids: number[];
-  readonly logprobs: number[];
+  readonly sampled: Sampled;
   readonly spans: { version: number; from: number; to: number }[];
+  readonly isCounted: boolean;
   cachedTokens: number;
   aborted: boolean;
   engine: Engine | null;
+  already: number; // tokens it had when it was sent to that engine
   handle: number | null; // known once the engine has answered
+}
+
+/** Tokens in arrays that double when they are full: thousands of requests grow by one token each, many times a second. */
+class Sampled {
+  #ids = new Int32Array(FIRST_CAPACITY);
+  #logprobs = new Float32Array(FIRST_CAPACITY);
+  length = 0;
+
+  append(ids: Int32Array, logprobs: Float32Array, from: number, to: number): void {
+    const length = this.length + to - from;
+    if (length > this.#ids.length) this.#reserve(Math.max(length, 2 * this.#ids.length));
+    for (let k = from, at = this.length; k < to; k++, at++) {
+      this.#ids[at] = ids[k] as number;
+      this.#logprobs[at] = logprobs[k] as number;
+    }
+    this.length = length;
+  }
+
+  #reserve(capacity: number): void {
+    const { ids, logprobs } = this;
+    this.#ids = new Int32Array(capacity);
+    this.#ids.set(ids);
+    this.#logprobs = new Float32Array(capacity);
+    this.#logprobs.set(logprobs);
+  }
+
+  /** Views: what is in them stays, but later tokens are not. */
+  get ids(): Int32Array {
+    return this.#ids.subarray(0, this.length);
+  }
+  get logprobs(): Float32Array {
+    return this.#logprobs.subarray(0, this.length);
+  }
 }
 
 export class Engine {
   readonly worker: Worker;
   readonly index: number;
-  readonly maxRequests: number;
+  readonly limit: ConcurrencyLimit;
   readonly sent = new Set<Live>();
   readonly byHandle = new Map<number, Live>();
   accepting = false; // has the current weights and is not being stopped
   joined = false; // was accepting once: only then is its loss news to us, before that to whoever starts it
+  paused = false;
+  steps = 0; // as of its last heartbeat
+  ended = 0; // requests
+  stuckMs = 0; // since its last step, while it had something to do
 
   constructor(worker: Worker, index: number, maxRequests: number) {
     this.worker = worker;
     this.index = index;
-    this.maxRequests = maxRequests;
+    this.limit = new ConcurrencyLimit(maxRequests);
   }
   get peer(): Peer {
     return this.worker.peer;
@@ -85,6 +131,10 @@ export class Generator {
   readonly #hooks: GeneratorHooks;
   readonly #maxRestarts: number;
   readonly #maxRequests: number; // of one engine; it refuses more
+  readonly #stallMs: number;
+  readonly #watchMs: number;
+  readonly #watch: NodeJS.Timeout;
+  #lastWatch = performance.now();
   readonly #engines = new Set<Engine>();
   readonly #affinity = new Map<string, number>(); // session -> engine index
   readonly #live = new Map<string, Live>(); // by rollout, attempt and turn
@@ -97,9 +147,12 @@ export class Generator {
   /** Rejects when sampling cannot go on: no engine is left and none may be started. Never resolves. */
   readonly failed: Promise<never>;
 
-  tokens = 0; // sampled since the last `takeCounts`
-  cachedTokens = 0;
-  promptTokens = 0;
+  // Since the last `takeCounts`; those of tokens without evaluations
+  #tokens = 0;
+  #cachedTokens = 0;
+  #promptTokens = 0;
+  #preemptions = 0;
+  #killed = 0;
   #busySince: number | null = null;
   #busyMs = 0;
 
@@ -108,6 +161,7 @@ export class Generator {
     spec: (index: number) => WorkerSpec;
     maxRequests: number;
     maxRestarts: number;
+    stallMs?: number; // default: an engine may take as long as it likes
     hooks: GeneratorHooks;
   }) {
     this.#launcher = args.launcher;
@@ -115,6 +169,9 @@ export class Generator {
     this.#maxRestarts = args.maxRestarts;
     this.#maxRequests = args.maxRequests;
     this.#hooks = args.hooks;
+    this.#stallMs = args.stallMs ?? Number.POSITIVE_INFINITY;
+    this.#watchMs = Math.min(WATCH_MS, this.#stallMs / 4);
+    this.#watch = setInterval(() => this.#findStalled(), this.#watchMs).unref();
     this.failed = new Promise((_, reject) => {
       this.#reject = reject;
     });
@@ -129,6 +186,10 @@ export class Generator {
   }
   get waiting(): number {
     return this.#queue.length;
+  }
+  /** Sampled since the last `takeCounts`. */
+  get tokens(): number {
+    return this.#tokens;
   }
   /** Rises with every event of an engine. */
   activity = 0;
@@ -146,8 +207,15 @@ export class Generator {
 
   /** Start an engine process. Resolves when it has joined; rejects with the cause when it cannot. */
   async startEngine(index: number): Promise<Engine> {
-    const worker = this.#launcher.start(this.#spec(index));
-    return this.adopt(worker, index);
+    const [engine] = await this.startEngines([index]);
+    invariant(engine, 'one index makes one engine');
+    return engine;
+  }
+
+  /** Several in one process, which simulated ones can be. */
+  async startEngines(indexes: readonly number[]): Promise<Engine[]> {
+    const workers = this.#launcher.startMany(indexes.map((index) => this.#spec(index)));
+    return Promise.all(workers.map((worker, i) => this.adopt(worker, indexes[i] as number)));
   }
 
   /** As `startEngine`, for a process that launch.ts has already started. */
@@ -159,6 +227,7 @@ export class Generator {
     await Promise.race([worker.peer.ready, lost]);
     const engine = new Engine(worker, index, this.#maxRequests);
     worker.peer.on('tokens', (fields, frames) => this.#onTokens(engine, fields, frames));
+    worker.peer.on('heartbeat', ({ stats }) => this.#onHeartbeat(engine, stats));
     this.#engines.add(engine);
     void worker.peer.lost.then((reason) => this.#onLost(engine, reason)); // lost never rejects
     await this.#hooks.join(engine);
@@ -176,17 +245,18 @@ export class Generator {
       const live: Live = {
         request,
         resolve,
-        ids: [],
-        logprobs: [],
+        sampled: new Sampled(),
         spans: [],
+        isCounted: !request.rolloutId.startsWith(EVALUATION),
         cachedTokens: 0,
         aborted: false,
         engine: null,
+        already: 0,
         handle: null,
       };
       this.#live.set(keyOf(request), live);
       this.#queue.push(live);
-      this.promptTokens += request.prompt.length;
+      if (live.isCounted) this.#promptTokens += request.prompt.length;
       if (!this.#held) this.#busySince ??= performance.now();
       this.#pump();
     });
@@ -219,29 +289,67 @@ export class Generator {
   /** Kill an engine whose weights cannot be trusted, after its stacks where it hangs. Its requests go on elsewhere. */
   async kill(engine: Engine, why: string, isHung = false): Promise<void> {
     engine.accepting = false;
-    this.#hooks.event('engine_killed', { engine: engine.worker.spec.id, why });
-    await (isHung ? this.#launcher.killHung(engine.worker, why) : this.#launcher.kill(engine.worker));
+    if (!engine.peer.isLost) {
+      this.#killed++;
+      this.#hooks.event('engine_killed', { engine: engine.worker.spec.id, why });
+    }
+    await (isHung ? this.#launcher.condemn(engine.worker, why) : this.#launcher.kill(engine.worker));
+  }
+
+  /**
+   * After its reply to `pause`: for every request the engine must have sampled what has come from it. Throws where it has
+   * not. Until `resumed` the engine makes no steps.
+   */
+  paused(engine: Engine, { handles, totals }: ReplyFrames<'pause'>): void {
+    engine.paused = true;
+    for (const [i, handle] of handles.entries()) {
+      const live = engine.byHandle.get(handle);
+      const came = live ? live.sampled.length - live.already : 'no such request';
+      if (came !== totals[i])
+        throw new Error(
+          `Tokens of ${engine.worker.spec.id} are lost: handle ${handle} sampled ${totals[i]}, came: ${came}`,
+        );
+    }
+    if (handles.length !== engine.byHandle.size)
+      throw new Error(`${engine.worker.spec.id} knows ${handles.length} requests of ${engine.byHandle.size}`);
+  }
+
+  resumed(engine: Engine): void {
+    engine.paused = false;
   }
 
   /** Statistics since the last call; times in seconds. */
-  takeCounts(): { tokens: number; cachedTokens: number; promptTokens: number; busy_s: number } {
+  takeCounts(): {
+    tokens: number;
+    cachedTokens: number;
+    promptTokens: number;
+    busy_s: number;
+    preemptions: number;
+    killed: number;
+    limitMean: number; // of now
+  } {
     const now = performance.now();
     if (this.#busySince !== null) {
       this.#busyMs += now - this.#busySince;
       this.#busySince = now;
     }
+    const limits = [...this.#engines].map(({ limit }) => limit.value);
     const out = {
-      tokens: this.tokens,
-      cachedTokens: this.cachedTokens,
-      promptTokens: this.promptTokens,
+      tokens: this.#tokens,
+      cachedTokens: this.#cachedTokens,
+      promptTokens: this.#promptTokens,
       busy_s: this.#busyMs / 1000,
+      preemptions: this.#preemptions,
+      killed: this.#killed,
+      limitMean: limits.reduce((a, b) => a + b, 0) / Math.max(1, limits.length),
     };
-    this.tokens = this.cachedTokens = this.promptTokens = this.#busyMs = 0;
+    this.#tokens = this.#cachedTokens = this.#promptTokens = this.#busyMs = this.#preemptions = this.#killed = 0;
     return out;
   }
 
   close(): void {
     this.#closed = true;
+    clearInterval(this.#watch);
     for (const live of [...this.#live.values()]) this.#end(live, 'abort', 'the run is ending', '');
     this.#queue = [];
   }
@@ -265,7 +373,7 @@ export class Generator {
     let same: Engine | null = null;
     const wanted = this.#affinity.get(live.request.sessionId);
     for (const engine of this.#engines) {
-      if (!engine.accepting || engine.sent.size >= engine.maxRequests) continue;
+      if (!engine.accepting || engine.sent.size >= engine.limit.value) continue;
       if (!best || engine.sent.size < best.sent.size) best = engine;
       if (engine.index === wanted) same = engine;
     }
@@ -274,8 +382,9 @@ export class Generator {
 
   async #send(engine: Engine, live: Live): Promise<void> {
     const { request } = live;
-    const already = live.ids.length;
-    const prompt = already ? Int32Array.from([...request.prompt, ...live.ids]) : request.prompt;
+    const already = live.sampled.length;
+    live.already = already;
+    const prompt = already ? joined(request.prompt, live.sampled.ids) : request.prompt;
     try {
       const { fields } = await engine.peer.request(
         'generate',
@@ -313,12 +422,13 @@ export class Generator {
 
   #onTokens(engine: Engine, fields: Fields<'tokens'>, frames: Frames<'tokens'>): void {
     this.activity++;
+    engine.stuckMs = 0;
+    const { handles, counts } = frames;
     let at = 0;
-    for (let i = 0; i < frames.handles.length; i++) {
-      const live = liveOf(engine, frames.handles[i] as number);
+    for (let i = 0; i < handles.length; i++) {
       const from = at;
-      at += frames.counts[i] as number;
-      this.#append(live, fields.version, frames, from, at);
+      at += counts[i] as number;
+      this.#append(liveOf(engine, handles[i] as number), fields.version, frames, from, at);
     }
     for (const { handle, reason, detail, cached_tokens } of fields.ended) {
       const live = liveOf(engine, handle);
@@ -329,37 +439,34 @@ export class Generator {
   }
 
   #append(live: Live, version: number, frames: Frames<'tokens'>, from: number, to: number): void {
-    const start = live.ids.length;
-    for (let k = from; k < to; k++) {
-      live.ids.push(frames.ids[k] as number);
-      live.logprobs.push(frames.logprobs[k] as number);
-    }
-    this.tokens += to - from;
-    const last = live.spans.at(-1);
-    if (last?.version === version) last.to = live.ids.length;
-    else if (to > from) live.spans.push({ version, from: start, to: live.ids.length });
-    invariant(
-      live.ids.length <= live.request.sampling.max_tokens,
-      `${live.ids.length} tokens of at most ${live.request.sampling.max_tokens}`,
-    );
+    const { sampled, spans } = live;
+    const start = sampled.length;
+    sampled.append(frames.ids, frames.logprobs, from, to);
+    if (live.isCounted) this.#tokens += to - from;
+    const last = spans[spans.length - 1];
+    if (last?.version === version) last.to = sampled.length;
+    else if (to > from) spans.push({ version, from: start, to: sampled.length });
+    const most = live.request.sampling.max_tokens;
+    if (sampled.length > most) throw new Error(`${sampled.length} tokens of at most ${most}`);
   }
 
   #retire(engine: Engine, live: Live): void {
     engine.sent.delete(live);
+    engine.ended++;
     if (live.handle !== null) engine.byHandle.delete(live.handle);
     this.#pump();
   }
 
   #end(live: Live, reason: TurnResult['reason'], detail: string | null, engine: string): void {
     if (!this.#live.delete(keyOf(live.request))) return;
-    this.cachedTokens += live.cachedTokens;
+    if (live.isCounted) this.#cachedTokens += live.cachedTokens;
     if (this.#live.size === 0 && this.#busySince !== null) {
       this.#busyMs += performance.now() - this.#busySince;
       this.#busySince = null;
     }
     live.resolve({
-      ids: Int32Array.from(live.ids),
-      logprobs: Float32Array.from(live.logprobs),
+      ids: live.sampled.ids,
+      logprobs: live.sampled.logprobs,
       spans: live.spans,
       reason,
       detail,
@@ -373,7 +480,32 @@ export class Generator {
     this.#affinity.delete(sessionId);
   }
 
+  #onHeartbeat(engine: Engine, stats: Readonly<Record<string, number>>): void {
+    const { steps = 0 } = stats;
+    if (steps > engine.steps) engine.stuckMs = 0;
+    engine.steps = steps;
+    const before = engine.limit.value;
+    this.#preemptions += engine.limit.learn(stats, engine.sent.size, engine.ended);
+    if (engine.limit.value > before) this.#pump();
+  }
+
   // ---- Losing ----
+
+  #findStalled(): void {
+    const now = performance.now();
+    const turn = Math.min(now - this.#lastWatch, this.#watchMs);
+    this.#lastWatch = now;
+    for (const engine of this.#engines) {
+      const isBusy = engine.accepting && !engine.paused && engine.sent.size > 0;
+      engine.stuckMs = isBusy ? engine.stuckMs + turn : 0;
+      if (engine.stuckMs <= this.#stallMs) continue;
+      engine.accepting = false;
+      const why = `made no step for ${Math.round(engine.stuckMs / 1000)} s`;
+      this.#killed++;
+      this.#hooks.event('engine_killed', { engine: engine.worker.spec.id, why });
+      void this.#launcher.condemn(engine.worker, why); // never rejects; `#onLost` goes on from there
+    }
+  }
 
   #requeue(live: Live): void {
     live.engine = null;
@@ -423,8 +555,15 @@ export class Generator {
 /** The reply with a handle is always read before its first tokens (channel.ts), and nothing follows an ending. */
 function liveOf(engine: Engine, handle: number): Live {
   const live = engine.byHandle.get(handle);
-  invariant(live, `${engine.worker.spec.id} sent tokens for handle ${handle}, which is not live`);
-  return live;
+  if (live) return live; // not by `invariant`: its message would be made for every token
+  throw new Error(`${engine.worker.spec.id} sent tokens for handle ${handle}, which is not live`);
+}
+
+function joined(a: Int32Array, b: Int32Array): Int32Array {
+  const out = new Int32Array(a.length + b.length);
+  out.set(a);
+  out.set(b, a.length);
+  return out;
 }
 
 function keyOf(request: { rolloutId: string; attempt: number; turn: number }): string {

@@ -179,7 +179,8 @@ export class Launcher {
       const worker = proc.isCondemned ? undefined : proc.workers.find((each) => this.#isTooSilent(proc, each, turn));
       if (!worker) continue;
       proc.isCondemned = true;
-      void this.#condemn(proc, worker); // never rejects
+      const seconds = Math.round((proc.silentMs.get(worker)?.silent ?? 0) / 1000);
+      void this.condemn(worker, `was silent for ${seconds} s`);
     }
   }
 
@@ -192,12 +193,12 @@ export class Launcher {
     return silent > (worker.peer.isReady ? this.#args.silenceMs : this.#args.silenceReadyMs);
   }
 
-  async #condemn(proc: Process, worker: Worker): Promise<void> {
-    const seconds = Math.round((proc.silentMs.get(worker)?.silent ?? 0) / 1000);
+  /** Kill a worker that does not go on, after its stacks were printed. `what` it did: "was silent for 60 s". Never rejects. */
+  async condemn(worker: Worker, what: string): Promise<void> {
     const stacks = await this.stacks(worker);
-    this.#print(`${worker.spec.id} was silent for ${seconds} s and is killed. ${stacks}`);
-    worker.peer.declareLost(`silent for ${seconds} s`);
-    killGroup(proc.child);
+    this.#print(`${worker.spec.id} ${what} and is killed. ${stacks}`);
+    worker.peer.declareLost(what);
+    await this.kill(worker);
   }
 
   /** By both ways: the message needs a living I/O thread, the signal writes to the log even where that one hangs. */
@@ -244,12 +245,6 @@ export class Launcher {
     for (const proc of this.#processes) if (proc.workers.includes(worker)) killGroup(proc.child);
     await worker.exited;
     worker.peer.declareLost('killed');
-  }
-
-  /** As `kill`, after its stacks are printed: for a worker that does not do what it should. `why` follows its id. */
-  async killHung(worker: Worker, why: string): Promise<void> {
-    this.#print(`${worker.spec.id} ${why} and is killed. ${await this.#stacks(worker)}`);
-    await this.kill(worker);
   }
 
   async stopAll(graceMs = STOP_GRACE_MS): Promise<void> {

@@ -179,6 +179,19 @@ const TABLE = {
     'engine against trainer logprobs of the probes, where probed',
   ),
   retries: row('requests', 'sum', '0', 'requests sent again by the bus'),
+  engine_limit_mean: row(
+    'requests',
+    'mean of engines',
+    'engine.max_requests',
+    'requests an engine is given at once; fewer where its key/value cache was too small',
+  ),
+  engine_preemptions: row('requests', 'sum', '0', 'requests that lost their place in a full key/value cache'),
+  engines_killed: row(
+    'engines',
+    'sum',
+    '0',
+    'engines killed for a stall, for lost tokens or for weights that were not verified',
+  ),
   restarts: row('workers', 'sum', '0', 'workers started again since the run began'),
 
   eval_reward_mean: row(

@@ -368,6 +368,10 @@ export const OPTIONS = {
   'engine.num_engines': int(1, 'engine processes', { min: 1, max: 1024 }),
   'engine.max_requests': int(256, 'turns sampled at once by one engine; more wait in line', { min: 1 }),
   'engine.max_len': int(0, 'tokens an engine can hold for one request; 0 = data.max_len', { min: 0 }),
+  'engine.stall_s': float(120, 'seconds without a step, while it has requests, after which an engine is killed', {
+    above: 0,
+    max: 2_000_000,
+  }),
   'engine.prefill_tokens': int(4096, 'prompt tokens one engine step takes in at most', {
     min: 1,
     effect: ENGINE_TORCH,
@@ -452,6 +456,11 @@ export const OPTIONS = {
     'latencies, tokens and failures: JSON text or the path of a JSON file (workers/simulated.ts)',
     { effect: SIMULATED },
   ),
+  'simulated.engines_per_process': int(1, 'simulated engines that share a process, and die with it', {
+    min: 1,
+    max: 1024,
+    effect: [{ option: 'engine.kind', is: ['simulated'] }],
+  }),
 } satisfies Record<string, Spec>;
 
 export type OptionName = keyof typeof OPTIONS;

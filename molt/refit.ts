@@ -256,7 +256,7 @@ export class Refit {
   async #load(engine: Engine, staged: Staged, deadline: number): Promise<number | null> {
     const left = () => ({ deadlineMs: Math.max(0, deadline - performance.now()) });
     const pause = { epoch: staged.version, mode: 'keep', clear_cache: this.#clearsCache };
-    await engine.peer.request('pause', pause, undefined, left());
+    this.#generator.paused(engine, (await engine.peer.request('pause', pause, undefined, left())).frames);
     const { fields } = await engine.peer.request(
       'load_weights',
       {
@@ -289,6 +289,7 @@ export class Refit {
 
   /** False when the engine is gone or had to go. */
   async #resume(engine: Engine, version: number, deadline: number): Promise<boolean> {
+    this.#generator.resumed(engine);
     const left = { deadlineMs: Math.max(0, deadline - performance.now()) };
     try {
       await engine.peer.request('resume', { epoch: version }, undefined, left);

@@ -92,15 +92,15 @@ export function withMismatchOf(first: StepResult, last: StepResult): StepResult 
   return { sums: { ...last.sums, ...only(first.sums) }, maxima: { ...last.maxima, ...only(first.maxima) } };
 }
 
-export function generatorMetrics(
-  generator: Generator,
-  seconds: number,
-): { tokens_generated: number; cached_token_ratio: number; engine_idle_s: number } {
+export function generatorMetrics(generator: Generator, seconds: number) {
   const counts = generator.takeCounts();
   return {
     tokens_generated: counts.tokens,
     cached_token_ratio: counts.promptTokens > 0 ? counts.cachedTokens / counts.promptTokens : 0,
     engine_idle_s: Math.max(0, seconds - counts.busy_s),
+    engine_limit_mean: counts.limitMean,
+    engine_preemptions: counts.preemptions,
+    engines_killed: counts.killed,
   };
 }
 

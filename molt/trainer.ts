@@ -143,7 +143,11 @@ export class Trainer {
           await sent; // one part of a large batch exists at a time
           await stretch.pause();
           const frames = rowFrames(rows, samples, old);
-          const stale = staleColumn(rows.map((i) => samples[i] as Sample), version, this.#keepsKeys);
+          const stale = staleColumn(
+            rows.map((i) => samples[i] as Sample),
+            version,
+            this.#keepsKeys,
+          );
           sent = rank.peer.request('rows', { step, part, of: parts.length }, { ...frames, ...(stale && { stale }) });
         }
         const run = rank.peer.request('run', {

@@ -70,6 +70,7 @@ export function openWorkers(args: {
     spec: specs.engine,
     maxRequests: options['engine.max_requests'],
     maxRestarts,
+    stallMs: options['engine.stall_s'] * 1000,
     hooks: { join: (engine) => refit.join(engine), event },
   });
   const dtype =
@@ -110,10 +111,7 @@ export function openWorkers(args: {
   const all = Promise.all([
     timed('tokenizer', tokenizer.ready),
     timed('trainer', trainer.ready()),
-    timed(
-      'engines',
-      Promise.all(Array.from({ length: options['engine.num_engines'] }, (_, i) => generator.startEngine(i))),
-    ),
+    timed('engines', Promise.all(engineProcesses(options).map((indexes) => generator.startEngines(indexes)))),
     timed(
       'runners',
       Promise.all(Array.from({ length: options['rollout.num_runners'] }, (_, i) => dispatch.startRunner(i))),
@@ -166,6 +164,13 @@ export function openTrainer(args: { options: Options; runDir: string; launcher: 
 }
 
 // ---- What each process is started with ----
+
+/** Indexes of the engines of each process. */
+function engineProcesses(options: Options): number[][] {
+  const each = options['simulated.engines_per_process'];
+  const all = Array.from({ length: options['engine.num_engines'] }, (_, i) => i);
+  return all.filter((i) => i % each === 0).map((first) => all.slice(first, first + each));
+}
 
 /** What each process is started with. One place, so that a restart is the same as a start. */
 function workerSpecs(options: Options, runDir: string) {

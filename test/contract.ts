@@ -12,7 +12,7 @@ import { dirname, join, resolve } from 'node:path';
 import { setTimeout as sleep } from 'node:timers/promises';
 import { promisify } from 'node:util';
 import { crc32 } from 'node:zlib';
-import { Bus } from '../molt/bus.ts';
+import { Bus, type ListenOptions } from '../molt/bus.ts';
 import { Launcher, logTail, nodeCommand, pythonCommand, type Worker, type WorkerSpec } from '../molt/launch.ts';
 import type { ReplyFields } from '../molt/protocol.ts';
 import type { Json } from '../molt/types.ts';
@@ -114,8 +114,8 @@ export class Cell {
   readonly launcher: Launcher;
   readonly #workers: Worker[] = [];
 
-  static async open(): Promise<Cell> {
-    return new Cell(await Bus.listen());
+  static async open(options: ListenOptions = {}): Promise<Cell> {
+    return new Cell(await Bus.listen(options));
   }
 
   private constructor(bus: Bus) {

@@ -53,7 +53,7 @@ async function run(
   const lines = existsSync(path) ? readFileSync(path, 'utf8').trim().split('\n').filter(Boolean) : [];
   const metrics = lines.map((line) => JSON.parse(line) as Record<string, number | null>);
   const numbers = metrics.map((line) =>
-    Object.entries(line).filter(([key]) => !/^time_|idle|lag|^cached|^restarts|^retries/.test(key)),
+    Object.entries(line).filter(([key]) => !/^time_|idle|lag|^cached|^engine|^restarts|^retries/.test(key)),
   );
   const dispatched = [...readLedger(runDir)].filter(({ event }) => event.kind === 'dispatched');
   return {
@@ -259,6 +259,7 @@ const EFFECTS: Record<OptionName, Effect> = {
   'engine.kind': { refused: ['vllm'] },
   'engine.num_engines': { to: ['2'], also: SHORT, seen: 'files' },
   'engine.max_requests': 'own test',
+  'engine.stall_s': 'own test',
   'engine.max_len': { refused: ['100'] },
   'engine.prefill_tokens': { refused: ['16'] },
   'engine.dtype': { refused: ['bfloat16'] },
@@ -285,6 +286,7 @@ const EFFECTS: Record<OptionName, Effect> = {
   'launch.max_restarts': { to: ['0'], also: DIES, seen: 'exit' },
   'launch.python': { refused: ['python3'] },
   'simulated.script': { to: [JSON.stringify({ reply: [{ when: '', texts: ['aa'] }] })], also: SHORT, seen: 'numbers' },
+  'simulated.engines_per_process': { to: ['2'], also: [...SHORT, '--engine.num_engines', '2'], seen: 'files' },
 };
 
 describe('every option', () => {
@@ -402,6 +404,21 @@ describe('options with a test of their own', () => {
       );
       expect(printed).toMatch(/engine-0 was silent for\s+and is killed/);
       expect(exit, printed).toBe(0);
+    },
+    LIMIT_MS,
+  );
+
+  test(
+    'engine.stall_s is how long an engine with requests may make no step; another one takes its place',
+    async () => {
+      const stall = script({ failures: [{ worker: 'engine-0', what: 'stall', on: 'step', nth: 9 }] });
+      const { exit, printed, metrics } = await run([...SHORT, ...stall, '--engine.stall_s', '1']);
+      expect(printed).toMatch(/engine-0 made no step for\s+and is killed\. Its stacks:/);
+      expect(exit, printed).toBe(0);
+      expect(metrics.map((line) => [line.rollouts, line.engines_killed, line.restarts])).toEqual([
+        [16, 1, 1],
+        [16, 0, 1],
+      ]);
     },
     LIMIT_MS,
   );

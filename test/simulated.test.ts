@@ -2,6 +2,7 @@
 import { describe, expect, test } from 'vitest';
 import {
   adamStep,
+  Distributions,
   decodeIds,
   drawFrom,
   encodeText,
@@ -16,6 +17,7 @@ import {
   packWeights,
   parseTurn,
   pick,
+  pickFrom,
   policyLoss,
   type Row,
   rawValue,
@@ -135,6 +137,19 @@ describe('sampling', () => {
     }
     expect(counts.size).toBe(3);
     for (const [id, n] of counts) expect(n / 4000).toBeCloseTo(Math.exp(logprobs[id] as number), 1);
+  });
+
+  test('a distribution that is kept draws the same tokens with the same logprobs', () => {
+    const kept = new Distributions(weights);
+    for (let i = 0; i < 300; i++) {
+      const ids = [i % 7, (i * 31) % 256, (i * 17) % VOCAB_SIZE].slice(0, 1 + (i % 3));
+      const temperature = i % 2 ? 1 : 0.7;
+      const fresh = logitsAt(weights, ids, ids.length, new Float64Array(VOCAB_SIZE));
+      drawFrom(fresh, { temperature, top_k: 0, top_p: 1 });
+      const known = kept.at(ids, ids.length, temperature);
+      expect(known.logprobs).toEqual(Float32Array.from(fresh));
+      for (const u of [uniform(i, 0), uniform(i, 1), 1 - 2 ** -53]) expect(pickFrom(known, u)).toBe(pick(fresh, u));
+    }
   });
 
   test('temperature divides the logits, zero leaves them', () => {

@@ -5,7 +5,8 @@
  */
 import { join } from 'node:path';
 import { afterAll, beforeAll, describe, expect, test } from 'vitest';
-import type { Worker, WorkerSpec } from '../molt/launch.ts';
+import { Bus } from '../molt/bus.ts';
+import { Launcher, type Worker, type WorkerSpec } from '../molt/launch.ts';
 import { flatRows } from '../molt/trainer.ts';
 import type { Json } from '../molt/types.ts';
 import { decodeIds, encodeText, IM_END, initialWeights, renderText, scoreIds } from '../workers/simulated_model.ts';
@@ -88,10 +89,79 @@ describe('simulated workers', () => {
     expect(turn.ended).toBeNull();
   });
 
+  test('`*` counts requests of every kind', async () => {
+    const { worker, client } = await startEngine('engine-any', { failures: [{ what: 'exit', on: '*', nth: 3 }] });
+    await client.generate(chat('x'), CHAT);
+    await client.score([Int32Array.of(1, 2)]);
+    expect((await refused(client.score([Int32Array.of(1, 2)]))).type).toBe('lost');
+    expect((await worker.exited).code).toBe(86);
+  });
+
+  test('a message sent twice is dropped and counted, one that never comes loses its worker', async () => {
+    const failures = [
+      { what: 'duplicate', on: 'step', nth: 3 },
+      { what: 'gap', on: 'step', nth: 12 },
+    ];
+    const { worker, client } = await startEngine('engine-wire', { failures });
+    const before = cell.bus.counters.repeated_seq ?? 0;
+    const sampled = await client.generate(chat('x'), { max_tokens: 8 });
+    expect(sampled.ids).toHaveLength(8); // the repeated event brought nothing twice
+    expect(cell.bus.counters.repeated_seq).toBe(before + 1);
+    const turn = await client.start(chat('x'), { max_tokens: 40 });
+    expect((await worker.peer.lost).message).toMatch(/^engine-wire: Expected message \d+ of engine-wire, got \d+$/);
+    expect([turn.ids.length, turn.ended]).toEqual([3, null]); // steps 9 to 11
+  });
+
+  test('a worker without heartbeats lives while it works, one that says nothing does not', async () => {
+    const printed: string[] = [];
+    const bus = await Bus.listen({ heartbeatMs: 50 });
+    const launcher = new Launcher({
+      bus,
+      logDir: join(cell.dir, 'silent'),
+      silenceMs: 800,
+      silenceReadyMs: 60_000,
+      print: (text) => printed.push(text),
+    });
+    const start = async (what: string) => {
+      const failures = [{ what, on: 'generate', nth: 1 }];
+      const worker = launcher.start(engineSpec(`engine-${what}`, { latency_ms: { step: 20 }, failures }));
+      await worker.peer.ready;
+      return { peer: worker.peer, client: new EngineClient(worker.peer) };
+    };
+    const [muted, silent] = await Promise.all([start('mute'), start('silence')]);
+    silent.client.start(chat('x'), { max_tokens: 200 }).catch(() => {}); // is never answered
+    while (!silent.peer.isLost) await muted.client.generate(chat('x'), { max_tokens: 10 });
+    expect(muted.peer.isLost).toBe(false);
+    expect((await muted.peer.lost).message).toContain('silent for');
+    expect(printed.map((text) => text.split(' ')[0])).toEqual(['engine-silence', 'engine-mute']);
+    expect(printed[0]).toContain('It does not answer');
+    expect(printed[1]).toContain('Its stacks:');
+    await launcher.stopAll();
+    await bus.close();
+  });
+
+  test('an engine whose cache is full preempts the newest and says so', async () => {
+    const script = { cache_tokens: 120, latency_ms: { step: 5 } };
+    const { worker, client } = await startEngine('engine-cache', script);
+    const prompt = Array.from({ length: 20 }, (_, i) => 65 + i);
+    const turns = await Promise.all([1, 2, 3, 4].map((seed) => client.start(prompt, { seed, max_tokens: 30 })));
+    await client.until(() => turns.every((turn) => turn.ended !== null));
+    for (const turn of turns) expect(turn.ids).toHaveLength(30); // later, and whole
+    const { stats } = (await worker.peer.request('stats', {})).fields;
+    // Four of 30 tokens fill it: the last is preempted there, and the third where three hold 40 each.
+    expect(stats.preemptions).toBe(2);
+    expect(stats.cache_use).toBeGreaterThan(0.1);
+    expect(stats.steps).toBe(30 + 20);
+    const alone = await client.generate(prompt, { seed: 4, max_tokens: 30 });
+    expect(alone.ids).toEqual(turns[3]?.ids);
+  });
+
   test('a script with unknown words does not start', async () => {
     await expect(startEngine('engine-u', { latency: {} })).rejects.toThrow('unknown key latency, allowed are');
     const failures = [{ what: 'explode', on: 'step', nth: 1 }];
     await expect(startEngine('engine-v', { failures })).rejects.toThrow('unknown failure explode, allowed are');
+    const misspelled = [{ what: 'exit', on: 'generat', nth: 1 }];
+    await expect(startEngine('engine-w', { failures: misspelled })).rejects.toThrow('needs on (a request kind');
   });
 
   test('trainer ranks in separate processes are refused', async () => {

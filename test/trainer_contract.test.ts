@@ -341,7 +341,7 @@ describe.each(KINDS)('%s trainer', (_, kind) => {
       }),
     );
     const trainer = new Trainer({
-      ranks: one,
+      start: () => one,
       launcher: cell.launcher,
       loss: { clipLowHigh: [0.2, 0.2], isLevel: 'off', isMode: 'mask', isThreshold: [0.5, 5] },
       temperature: 1,

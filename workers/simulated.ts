@@ -28,7 +28,7 @@ import {
   VOCAB_SIZE,
 } from './simulated_model.ts';
 import { SimulatedRank } from './simulated_trainer.ts';
-import { badRequest, checkIds, cut, InputError, SimulatedWorker } from './simulated_worker.ts';
+import { badRequest, checkIds, cut, InputError, SimulatedWorker, Wire } from './simulated_worker.ts';
 
 // ---- Tokenizer ----
 
@@ -107,8 +107,10 @@ async function host(endpoint: string, workerId: string, secret: string, all: rea
   if (capabilities === undefined) {
     throw new Error(`Worker id ${workerId} must begin with one of ${Object.keys(CAPABILITIES).join(', ')}`);
   }
-  const link = await WorkerLink.connect({ endpoint, workerId, secret, workerKind: kind, capabilities });
-  const worker = new SimulatedWorker(link, workerId);
+  const wire = new Wire();
+  const copies = () => wire.copies();
+  const link = await WorkerLink.connect({ endpoint, workerId, secret, workerKind: kind, capabilities, copies });
+  const worker = new SimulatedWorker(link, workerId, wire);
   if (kind === 'engine') {
     const engine = new SimulatedEngine(worker);
     return { link, finished: () => engine.finished() };

@@ -10,15 +10,19 @@
  *   2. A pause is answered after the last event of the old version, and none follows it.
  *   3. Weights are staged until the last tensor is there and verified; an error before that is fatal.
  *   4. A scripted reply decides the tokens; their logprobs stay those of the model.
+ *   5. With `cache_tokens` requests keep their place in the order they came. Those at the end that no longer fit are
+ *      preempted; coming back costs `latency_ms.recompute`, as a real engine computes their keys and values again.
  * Started by simulated.ts; talks to generator.ts and refit.ts.
  */
 import { readFileSync } from 'node:fs';
+import { setTimeout as sleep } from 'node:timers/promises';
 import { crc32 } from 'node:zlib';
 import type { Answer } from '../molt/bus.ts';
 import type { Fields } from '../molt/protocol.ts';
 import { RemoteError } from '../molt/protocol.ts';
 import {
   argmax,
+  Distributions,
   decodeIds,
   drawFrom,
   encodeText,
@@ -26,6 +30,7 @@ import {
   logitsAt,
   NUM_PARAMETERS,
   pick,
+  pickFrom,
   TENSORS,
   TextStream,
   uniform,
@@ -53,19 +58,41 @@ interface Live {
   readonly stream: TextStream | null; // where text is wanted
   readonly reply: readonly number[] | null; // scripted tokens, from the first one of the turn on
   readonly stopBytes: number; // length of the longest stop string
+  readonly begun: number; // ms
+  place: 'new' | 'holds' | 'preempted'; // in the cache
   cachedTokens: number;
 }
 
 type Moved = [live: Live, ids: number[], logprobs: number[]];
+
+/** Engines of one process that serve the same weights share what was computed of them; nobody writes into them. */
+const MODELS = new Map<string, Float32Array>();
+const DISTRIBUTIONS = new WeakMap<Float32Array, Distributions>();
+
+function sharedModel(path: string): Float32Array {
+  const weights = MODELS.get(path) ?? loadModel(path);
+  MODELS.set(path, weights);
+  return weights;
+}
+
+function distributionsOf(weights: Float32Array): Distributions {
+  const made = DISTRIBUTIONS.get(weights) ?? new Distributions(weights);
+  DISTRIBUTIONS.set(weights, made);
+  return made;
+}
 
 export class SimulatedEngine {
   readonly #worker: SimulatedWorker;
   readonly #maxRequests: number;
   readonly #maxLen: number;
   readonly #row = new Float64Array(VOCAB_SIZE);
+  readonly #cacheTokens: number; // infinite = no limit
   #weights: Float32Array;
+  #distributions: Distributions;
   #version = 0;
-  #running: Live[] = [];
+  #running: Live[] = []; // in the order they came
+  #preempted = 0; // at the end of `running`
+  #recomputeMs = 0; // owed by the next tick
   #queue: Live[] = []; // came while paused
   #prefixes: { readonly ids: readonly number[]; readonly version: number }[] = []; // what a key/value cache would hold
   #paused = false;
@@ -75,12 +102,26 @@ export class SimulatedEngine {
   #staged = new Map<string, Float32Array>();
   #nextHandle = 1;
   #ticking = false;
-  #stats = { steps: 0, tokens: 0, running: 0, waiting: 0 };
+  #stats: {
+    steps: number;
+    tokens: number;
+    running: number;
+    waiting: number;
+    preemptions?: number;
+    cache_use?: number;
+  } = {
+    steps: 0,
+    tokens: 0,
+    running: 0,
+    waiting: 0,
+  };
 
   constructor(worker: SimulatedWorker) {
     const options = worker.options as { model_path: string; max_requests: number; max_len: number };
     this.#worker = worker;
-    this.#weights = loadModel(options.model_path);
+    this.#cacheTokens = worker.script.cache_tokens ?? Number.POSITIVE_INFINITY;
+    this.#weights = sharedModel(options.model_path);
+    this.#distributions = distributionsOf(this.#weights);
     this.#maxRequests = options.max_requests;
     this.#maxLen = options.max_len;
     this.#listen();
@@ -118,7 +159,7 @@ export class SimulatedEngine {
   /** As engine_torch.py: what a pause holds back counts as waiting. */
   #publish(): void {
     const live = this.#running.length + this.#queue.length;
-    this.#stats.running = this.#paused ? 0 : this.#running.length;
+    this.#stats.running = this.#paused ? 0 : Math.max(0, this.#running.length - this.#preempted);
     this.#stats.waiting = live - this.#stats.running;
     this.#worker.link.stats = { ...this.#stats };
   }
@@ -140,6 +181,8 @@ export class SimulatedEngine {
       stream: fields.want_text ? new TextStream() : null,
       reply: this.#scripted(fields, prompt),
       stopBytes: Math.max(0, ...fields.sampling.stop.map((s) => Buffer.byteLength(s))),
+      begun: performance.now(),
+      place: 'new',
       cachedTokens: 0,
     };
     if (this.#paused || this.#draining) this.#queue.push(live);
@@ -223,6 +266,7 @@ export class SimulatedEngine {
 
   async #tick(): Promise<void> {
     await this.#worker.arrive('step');
+    if (this.#recomputeMs > 0) await sleep(this.#recomputeMs);
     this.#ticking = false;
     if (!this.#paused) this.#step();
     this.#wake();
@@ -232,11 +276,12 @@ export class SimulatedEngine {
   #step(): void {
     const moved: Moved[] = [];
     const ended: [Live, Ending][] = [];
-    for (const live of this.#running) {
+    const perStep = this.#worker.script.tokens_per_step ?? 1;
+    for (const live of this.#fitting()) {
       const ids: number[] = [];
       const logprobs: number[] = [];
       let ending: Ending | null = null;
-      for (let i = 0; i < (this.#worker.script.tokens_per_step ?? 1) && !ending; i++) {
+      for (let i = 0; i < perStep && !ending; i++) {
         const [id, logprob] = this.#sample(live);
         if (!Number.isFinite(logprob)) {
           ending = 'error';
@@ -251,15 +296,49 @@ export class SimulatedEngine {
       if (ending) ended.push([live, ending]);
     }
     this.#stats.steps += 1;
-    for (const [live] of ended) this.#remember(live);
-    this.#running = this.#running.filter((live) => !ended.some(([other]) => other === live));
+    if (ended.length > 0) {
+      const gone = new Set(ended.map(([live]) => live));
+      for (const live of gone) this.#remember(live);
+      this.#running = this.#running.filter((live) => !gone.has(live));
+    }
     this.#send(moved, ended);
+  }
+
+  /** Those that the cache has room for. */
+  #fitting(): readonly Live[] {
+    this.#recomputeMs = 0;
+    if (this.#cacheTokens === Number.POSITIVE_INFINITY) return this.#running;
+    let held = 0;
+    let fit = 0;
+    let { preemptions = 0 } = this.#stats;
+    for (const live of this.#running) {
+      if (fit > 0 && held + live.ids.length >= this.#cacheTokens) break;
+      if (live.place === 'preempted') this.#recomputeMs += this.#worker.script.latency_ms?.recompute ?? 0;
+      live.place = 'holds';
+      held += live.ids.length;
+      fit++;
+    }
+    for (const live of this.#running.slice(fit)) {
+      if (live.place !== 'holds') continue;
+      live.place = 'preempted';
+      preemptions++;
+    }
+    this.#preempted = this.#running.length - fit;
+    this.#stats.preemptions = preemptions;
+    this.#stats.cache_use = Math.min(1, held / this.#cacheTokens);
+    return this.#running.slice(0, fit);
   }
 
   #sample(live: Live): [number, number] {
     const { sampling, already } = live.fields;
     const index = already + live.ids.length - live.promptLength;
     const scripted = live.reply?.[index];
+    const isPlain = sampling.top_k === 0 && sampling.top_p === 1;
+    if (sampling.temperature > 0 && (isPlain || scripted !== undefined)) {
+      const known = this.#distributions.at(live.ids, live.ids.length, sampling.temperature);
+      const drawn = scripted ?? pickFrom(known, uniform(sampling.seed, index));
+      return [drawn, known.logprobs[drawn] as number];
+    }
     const logits = logitsAt(this.#weights, live.ids, live.ids.length, this.#row);
     // top_k and top_p would give a scripted token probability 0.
     const logprobs = drawFrom(logits, scripted === undefined ? sampling : { ...sampling, top_k: 0, top_p: 1 });
@@ -301,7 +380,7 @@ export class SimulatedEngine {
           ended: ended.map(([live, reason]) => ({
             handle: live.handle,
             reason,
-            detail: reason === 'error' ? 'the logits are not finite' : null,
+            detail: reason === 'error' ? 'the logits are not finite' : this.#report(live),
             cached_tokens: live.cachedTokens,
           })),
         },
@@ -318,6 +397,10 @@ export class SimulatedEngine {
       this.#onIdle();
     }
     this.#publish();
+  }
+
+  #report({ begun }: Live): string | null {
+    return this.#worker.script.report_ms ? (performance.now() - begun).toFixed(3) : null;
   }
 
   // ---- Pause, load, resume ----
@@ -343,11 +426,12 @@ export class SimulatedEngine {
     if (clearCache) this.#prefixes = [];
     this.#publish();
     const live = [...this.#running, ...this.#queue];
+    const extra = this.#worker.strikes('miscount', 'pause') ? 1 : 0;
     return {
       fields: { version: this.#version },
       frames: {
         handles: Int32Array.from(live, (l) => l.handle),
-        totals: Int32Array.from(live, (l) => l.ids.length - l.promptLength),
+        totals: Int32Array.from(live, (l) => l.ids.length - l.promptLength + extra),
       },
     };
   }
@@ -431,6 +515,7 @@ export class SimulatedEngine {
       weights.set(tensor, from);
     }
     this.#weights = weights;
+    this.#distributions = distributionsOf(weights);
     this.#version = version;
     this.#staged = new Map();
   }

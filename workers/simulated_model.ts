@@ -346,6 +346,59 @@ export function pick(logprobs: Float64Array, u: number): number {
   return last; // rounding left the sum just under u
 }
 
+interface Distribution {
+  readonly logprobs: Float32Array; // as they travel
+  readonly upTo: Float64Array; // cumulative probability
+  readonly last: number; // the last id of any probability
+}
+
+/**
+ * `drawFrom` and `pick` at temperatures above 0 with nothing filtered, each distribution computed once: the same tokens and
+ * logprobs, for a binary search. Of weights that do not change.
+ */
+export class Distributions {
+  readonly #weights: Float32Array;
+  readonly #known = new Map<number, Map<number, Distribution>>(); // by temperature, then by where the rows are
+
+  constructor(weights: Float32Array) {
+    this.#weights = weights;
+  }
+
+  at(ids: ArrayLike<number>, end: number, temperature: number): Distribution {
+    const known = this.#known.get(temperature) ?? new Map<number, Distribution>();
+    this.#known.set(temperature, known);
+    const [bigram, context] = rowsOf(ids, end);
+    const key = bigram * (NUM_PARAMETERS + 1) + context;
+    const found = known.get(key);
+    if (found) return found;
+    const logprobs = logSoftmax(logitsAt(this.#weights, ids, end, new Float64Array(VOCAB_SIZE)), temperature);
+    const upTo = new Float64Array(VOCAB_SIZE);
+    let sum = 0;
+    let last = 0;
+    for (let v = 0; v < VOCAB_SIZE; v++) {
+      const p = Math.exp(logprobs[v] as number);
+      if (p !== 0) last = v;
+      sum += p;
+      upTo[v] = sum;
+    }
+    const made = { logprobs: Float32Array.from(logprobs), upTo, last };
+    known.set(key, made);
+    return made;
+  }
+}
+
+/** As `pick`. */
+export function pickFrom({ upTo, last }: Distribution, u: number): number {
+  let low = 0;
+  let high = upTo.length; // the first id whose cumulative probability exceeds u is in low..high
+  while (low < high) {
+    const middle = (low + high) >> 1;
+    if (u < (upTo[middle] as number)) high = middle;
+    else low = middle + 1;
+  }
+  return low < upTo.length ? low : last; // rounding left the sum just under u
+}
+
 // ---- Learning ----
 
 export interface Row {

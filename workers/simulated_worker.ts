@@ -5,10 +5,18 @@
  *
  *   {"latency_ms": {"step": 5, "run": 20, "*": 1},        per request kind; step = an engine's tick
  *    "tokens_per_step": 4,
+ *    "cache_tokens": 4096,                                tokens that all requests of an engine may hold at once
+ *    "report_ms": true,                                   the `detail` of an ending is the time its engine had it
  *    "reply": [{"when": "2+2=", "texts": ["4", "5"]}],    turns whose prompt ends so; the seed chooses the text
  *    "failures": [{"worker": "engine-1", "what": "exit", "on": "generate", "nth": 3}]}
  *
  * A new failure is a row of FAILURES (what happens when a message or tick comes) or of DAMAGE (bytes of a transfer).
+ *
+ *   exit       the process, with all workers in it          duplicate  the next message out is sent twice
+ *   stall      this and all later work waits for ever       gap        the next message out is lost
+ *   slow       this and all later work takes `ms` more      mute       no heartbeat any more; work goes on
+ *   corrupt, swap_layout  a tensor in transfer              silence    nothing is sent any more; the process lives
+ *   miscount   a pause tells one token too many
  * Used by simulated.ts, simulated_engine.ts and simulated_trainer.ts.
  */
 import { readFileSync } from 'node:fs';
@@ -16,7 +24,7 @@ import { join } from 'node:path';
 import { setTimeout as sleep } from 'node:timers/promises';
 import type { Answer, WorkerLink } from '../molt/bus.ts';
 import type { Fields, Frames, RequestKind } from '../molt/protocol.ts';
-import { RemoteError } from '../molt/protocol.ts';
+import { MESSAGES, RemoteError } from '../molt/protocol.ts';
 import type { Json } from '../molt/types.ts';
 import { initialWeights, scoreIds, unpackWeights, VOCAB_SIZE } from './simulated_model.ts';
 
@@ -28,6 +36,8 @@ const SCRIPTED_EXIT = 86;
 export interface Script {
   readonly latency_ms?: Readonly<Record<string, number>>;
   readonly tokens_per_step?: number;
+  readonly cache_tokens?: number;
+  readonly report_ms?: boolean;
   readonly reply?: readonly { readonly when: string; readonly texts: readonly string[] }[];
   readonly failures?: readonly Failure[];
 }
@@ -35,18 +45,40 @@ export interface Failure {
   readonly worker?: string; // absent: every worker with this script
   readonly incarnation?: number; // absent: the first, so that a restarted worker is well
   readonly what: keyof typeof FAILURES | keyof typeof DAMAGE;
-  readonly on: string; // a request kind, or `step`
+  readonly on: string; // a request kind, `step`, or `*` = any request
   readonly nth: number; // counted from 1 per worker and `on`; slow: from this one on
   readonly ms?: number; // slow
 }
-const SCRIPT_KEYS = ['latency_ms', 'tokens_per_step', 'reply', 'failures'];
+const SCRIPT_KEYS = ['latency_ms', 'tokens_per_step', 'cache_tokens', 'report_ms', 'reply', 'failures'];
 const FAILURE_KEYS = ['worker', 'incarnation', 'what', 'on', 'nth', 'ms'];
 
-/** What happens to a worker when the message or tick comes. */
+/** Decides how often each message of one worker goes out. */
+export class Wire {
+  #next = 1; // copies of the next message
+  #after = 1; // of all that follow
+
+  copies(): number {
+    const next = this.#next;
+    this.#next = this.#after;
+    return next;
+  }
+
+  send(next: number, after: number): void {
+    this.#next = next;
+    this.#after = after;
+  }
+}
+
+/** What happens to a worker when the message or tick comes; when it resolves, that is dealt with. */
 const FAILURES = {
   exit: (): Promise<void> => process.exit(SCRIPTED_EXIT), // all workers of this process
-  stall: (): Promise<void> => new Promise(() => {}), // whatever comes later waits behind it; heartbeats go on
+  stall: (): Promise<void> => new Promise(() => {}), // heartbeats go on
   slow: ({ ms = 0 }: Failure): Promise<void> => sleep(ms),
+  duplicate: async (_: Failure, { wire }: SimulatedWorker): Promise<void> => wire.send(2, 1),
+  gap: async (_: Failure, { wire }: SimulatedWorker): Promise<void> => wire.send(0, 1),
+  mute: async (_: Failure, { link }: SimulatedWorker): Promise<void> => link.mute(),
+  miscount: async (): Promise<void> => {}, // asked for by `strikes`
+  silence: async (_: Failure, { wire }: SimulatedWorker): Promise<void> => wire.send(0, 0),
 } as const;
 
 /**
@@ -87,8 +119,10 @@ function readScript(value: Json | undefined): Script {
         `unknown failure ${rule.what}, allowed are ${[...Object.keys(FAILURES), ...Object.keys(DAMAGE)].join(', ')}`,
       );
     }
-    if (!(rule.nth >= 1) || !rule.on)
-      throw new InputError(`--simulated.script: failure ${rule.what} needs on, and nth of at least 1`);
+    if (!(rule.nth >= 1) || !(rule.on === 'step' || rule.on === '*' || Object.hasOwn(MESSAGES, rule.on)))
+      throw new InputError(
+        `--simulated.script: failure ${rule.what} needs on (a request kind, step or *), and nth of at least 1`,
+      );
   }
   return script;
 }
@@ -107,6 +141,7 @@ export const NOTHING = { fields: {}, frames: {} } as const;
 /** One worker id: its link, its place in the script, and the order of its work. */
 export class SimulatedWorker {
   readonly link: WorkerLink;
+  readonly wire: Wire; // of that link
   readonly script: Script;
   readonly options: { readonly [key: string]: Json };
   readonly #failures: readonly Failure[];
@@ -114,8 +149,9 @@ export class SimulatedWorker {
   #tail: Promise<unknown> = Promise.resolve(); // the latest request
   #stalled: Promise<void> | null = null;
 
-  constructor(link: WorkerLink, workerId: string) {
+  constructor(link: WorkerLink, workerId: string, wire: Wire) {
     this.link = link;
+    this.wire = wire;
     this.options = link.options as { readonly [key: string]: Json };
     this.script = readScript(this.options.script);
     this.#failures = (this.script.failures ?? []).filter(
@@ -126,24 +162,35 @@ export class SimulatedWorker {
   /** Counts this message or tick and resolves when the script lets it go on. */
   async arrive(on: string): Promise<void> {
     if (this.#stalled !== null) return this.#stalled;
-    const nth = (this.#counts.get(on) ?? 0) + 1;
-    this.#counts.set(on, nth);
+    const nth = this.#count(on);
+    const nthOfAll = on === 'step' ? 0 : this.#count('*');
     const { latency_ms = {} } = this.script;
     const latency = latency_ms[on] ?? (on === 'step' ? 0 : (latency_ms['*'] ?? 0));
     if (latency > 0) await sleep(latency);
     for (const rule of this.#failures) {
-      if (rule.on !== on || (rule.what === 'slow' ? nth < rule.nth : nth !== rule.nth)) continue;
+      const n = rule.on === on ? nth : rule.on === '*' ? nthOfAll : 0;
+      if (rule.what === 'slow' ? n < rule.nth : n !== rule.nth) continue;
       if (rule.what === 'corrupt' || rule.what === 'swap_layout') continue; // in `damage`
-      const delay = FAILURES[rule.what](rule);
+      const delay = FAILURES[rule.what](rule, this);
       if (rule.what === 'stall') this.#stalled = delay;
       await delay;
     }
   }
 
+  #count(on: string): number {
+    const n = (this.#counts.get(on) ?? 0) + 1;
+    this.#counts.set(on, n);
+    return n;
+  }
+
+  /** Whether this failure is for the message that has just come. */
+  strikes(what: Failure['what'], on: string): boolean {
+    return this.#failures.some((r) => r.what === what && r.on === on && r.nth === this.#counts.get(on));
+  }
+
   /** A tensor of the transfer in progress, damaged where the script says so. */
   damage(what: keyof typeof DAMAGE, on: RequestKind, name: string, bytes: Buffer): Buffer {
-    const rule = this.#failures.find((r) => r.what === what && r.on === on && r.nth === this.#counts.get(on));
-    if (!rule || name !== DAMAGED_TENSOR) return bytes;
+    if (name !== DAMAGED_TENSOR || !this.strikes(what, on)) return bytes;
     const copy = Buffer.from(bytes);
     DAMAGE[what](copy);
     return copy;
