@@ -15,6 +15,7 @@
  * Called by dispatch.ts (turns), refit.ts (pause, load, resume) and loop.ts (start, close). Talks to engines
  * (protocol.ts: generate, tokens, abort). Elsewhere called: router, inference client, rollout engine.
  */
+import { setTimeout as sleep } from 'node:timers/promises';
 import type { Peer } from './bus.ts';
 import { ConcurrencyLimit } from './concurrency.ts';
 import type { Launcher, Worker, WorkerSpec } from './launch.ts';
@@ -203,6 +204,11 @@ export class Generator {
       `  ${this.#queue.length} turns wait for an engine${this.#held ? ', held until the refit' : ''}`,
       ...engines,
     ];
+  }
+
+  /** Resolves when there is one that samples; rejects when there can be none. */
+  async anyEngine(): Promise<void> {
+    while (this.engines.length === 0) await Promise.race([sleep(20), this.failed]);
   }
 
   /** Start an engine process. Resolves when it has joined; rejects with the cause when it cannot. */

@@ -323,6 +323,11 @@ export function nodeCommand(script: string): string[] {
   return [process.execPath, '--import', tsx, isAbsolute(script) ? script : join(ROOT, script)];
 }
 
+/** It did not fail by itself: someone ended it (or the system did, for its memory). From the reason of a lost peer. */
+export function wasKilled(reason: Error): boolean {
+  return /was ended by SIG/.test(reason.message);
+}
+
 const TRACE_LINES = 200;
 const TAIL_LINES = 20;
 

@@ -303,8 +303,9 @@ async function train(args: Context): Promise<void> {
       time_eval_s: (performance.now() - begun) / 1000,
       ...(greedy && { eval_greedy_reward_mean: greedy.rewardMean }),
     };
-    metrics.write(line);
     ledger.record({ kind: 'eval', step: at, version, metrics: line });
+    await orFatal(ledger.commit());
+    metrics.write(line);
     const parts = [`sampled ${sampled.rewardMean.toFixed(3)}`];
     if (greedy) parts.push(`greedy ${greedy.rewardMean.toFixed(3)}`);
     say(
@@ -433,8 +434,9 @@ async function train(args: Context): Promise<void> {
     };
     lag.reset();
     progress.clear();
-    metrics.write(line);
     ledger.record({ kind: 'step', step, metrics: line });
+    await orFatal(ledger.commit()); // what is reported is never lost
+    metrics.write(line);
     say(formatStep(line, numSteps));
     if (health.check(line) === 'flat') {
       const samples = groups.slice(0, 2).map(({ prompt, rollouts }) => ({ prompt, rollout: rollouts[0] as Rollout }));

@@ -111,9 +111,19 @@ export class Refit {
   /** Start-up parity: mean and maximum of |dlogp| over the probes, between every engine and the trainer. */
   async parity(): Promise<{ mean: number; max: number }> {
     const expected = await this.#trainer.logprobs(this.#probes, 1);
+    for (;;) {
+      await this.#generator.anyEngine();
+      try {
+        return await this.#gaps(this.#generator.engines, expected);
+      } catch (error) {
+        if (!(error instanceof RemoteError && error.type === 'lost')) throw error; // another one takes its place
+      }
+    }
+  }
+
+  async #gaps(engines: readonly Engine[], expected: Float32Array): Promise<{ mean: number; max: number }> {
     let sum = 0;
     let max = 0;
-    const engines = this.#generator.engines;
     for (const engine of engines) {
       const { frames } = await engine.peer.request('score', {}, flatRows(this.#probes));
       for (const [k, value] of frames.logprobs.entries()) {

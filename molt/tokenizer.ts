@@ -8,7 +8,7 @@
  * parse). The only client of it in this process.
  */
 import type { Answer } from './bus.ts';
-import { type Launcher, lastWords, type Worker, type WorkerSpec } from './launch.ts';
+import { type Launcher, lastWords, type Worker, type WorkerSpec, wasKilled } from './launch.ts';
 import { type Fields, type Frames, RemoteError } from './protocol.ts';
 
 /** A request that takes longer is a tokenizer that hangs: it is killed, and the request asked again. */
@@ -88,8 +88,7 @@ export class Tokenizer {
 
   #onLost(worker: Worker, reason: Error): void {
     if (this.#closed) return;
-    const wasReady = worker.peer.isReady;
-    if (!wasReady || this.restarts >= this.#maxRestarts) {
+    if ((!worker.peer.isReady && !wasKilled(reason)) || this.restarts >= this.#maxRestarts) {
       const after = this.restarts > 0 ? ` after ${this.restarts} restarts` : '';
       return this.#reject(new Error(`The tokenizer is gone${after}: ${reason.message}\n${lastWords(worker)}`));
     }

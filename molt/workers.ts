@@ -13,7 +13,7 @@ import type { Bus } from './bus.ts';
 import { type Options, simulatedScript } from './config.ts';
 import { Dispatch } from './dispatch.ts';
 import { Generator } from './generator.ts';
-import { type Launcher, nodeCommand, pythonCommand, type WorkerSpec } from './launch.ts';
+import { type Launcher, nodeCommand, pythonCommand, type WorkerSpec, wasKilled } from './launch.ts';
 import { Refit } from './refit.ts';
 import { rendezvousPath } from './run_dir.ts';
 import { Tokenizer } from './tokenizer.ts';
@@ -108,13 +108,35 @@ export function openWorkers(args: {
     await work;
     started.push(`${name} ${((performance.now() - startedAt) / 1000).toFixed(1)} s`);
   };
+  /** What is killed while it starts is started again; what fails is not. */
+  const surely = async (start: () => Promise<unknown>) => {
+    for (let n = 1; ; n++) {
+      try {
+        return await start();
+      } catch (error) {
+        if (n > maxRestarts || !wasKilled(error as Error)) throw error;
+        event('start_again', { attempt: n, reason: (error as Error).message.split('\n')[0] ?? '' });
+      }
+    }
+  };
+  let isFirst = true;
+  const startTrainer = () => {
+    if (!isFirst) return trainer.restart();
+    isFirst = false;
+    return trainer.ready();
+  };
   const all = Promise.all([
     timed('tokenizer', tokenizer.ready),
-    timed('trainer', trainer.ready()),
-    timed('engines', Promise.all(engineProcesses(options).map((indexes) => generator.startEngines(indexes)))),
+    timed('trainer', surely(startTrainer)),
+    timed(
+      'engines',
+      Promise.all(engineProcesses(options).map((indexes) => surely(() => generator.startEngines(indexes)))),
+    ),
     timed(
       'runners',
-      Promise.all(Array.from({ length: options['rollout.num_runners'] }, (_, i) => dispatch.startRunner(i))),
+      Promise.all(
+        Array.from({ length: options['rollout.num_runners'] }, (_, i) => surely(() => dispatch.startRunner(i))),
+      ),
     ),
   ]);
   const ready = orFatal(all).then(async (): Promise<Facts> => {
