@@ -25,7 +25,7 @@ import {
 } from 'node:fs';
 import { join, relative } from 'node:path';
 import type { Position } from './data.ts';
-import type { Trainer } from './trainer.ts';
+import { type Trainer, TrainerLost } from './trainer.ts';
 
 export interface LoopState {
   readonly step: number; // steps done
@@ -60,6 +60,7 @@ export async function saveCheckpoint(args: {
     const files = listFiles(temporary).map((path) => ({ path: relative(temporary, path), bytes: statSync(path).size }));
     writeSynced(join(temporary, 'manifest.json'), { step: state.step, files } satisfies Manifest);
   } catch (error) {
+    if (error instanceof TrainerLost) throw error; // it is saved again once the trainer is back
     throw new Error(`Cannot save checkpoint ${final}: ${(error as Error).message}`);
   }
   rmSync(final, { recursive: true, force: true }); // the same step saved before a resume

@@ -53,9 +53,21 @@ export class Tokenizer {
     this.#worker = this.#start();
   }
 
-  /** Rejects only through `failed`. */
+  /** Rejects only as `failed` does. */
   get ready(): Promise<TemplateFacts> {
-    return Promise.race([this.#worker.peer.ready as unknown as Promise<TemplateFacts>, this.failed]);
+    return this.#ready();
+  }
+
+  async #ready(): Promise<TemplateFacts> {
+    for (;;) {
+      const worker = this.#worker;
+      try {
+        return (await worker.peer.ready) as unknown as TemplateFacts;
+      } catch {
+        await worker.peer.lost; // #onLost comes first: another one is in its place, or none may be
+        if (worker === this.#worker) return this.failed;
+      }
+    }
   }
 
   async request<K extends Kind>(kind: K, fields: Fields<K>, frames?: Frames<K>): Promise<Answer<K>> {

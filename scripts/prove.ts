@@ -4,6 +4,9 @@
  *   seeds [FROM TO]   the quickstart with --train.seed FROM..TO (1..10): held-out reward before and after
  *   readme            the longer commands of README.md, as written
  *   ranks             the quickstart with two trainer ranks: it learns as well, the first step is the same
+ *   async [FROM TO]   the quickstart with max_staleness 1 and 4 against 0, seeds FROM..TO (1..5): held-out reward, staleness
+ *   chaos [simulated N] [real N] [seed N]   kill -9 of random processes (chaos.ts): nothing lost, nothing twice
+ *   accounting        every line of molt/buffer.ts is missed when it is left out (prove_accounting.ts)
  *   smollm2           three steps of the recipe on a pretrained model: time, memory, mismatch
  *
  * Each proof ends with `prove NAME: ...` and the program exits non-zero when one fails. Too slow for `npm test`.
@@ -13,6 +16,8 @@ import { existsSync, mkdtempSync, readdirSync, readFileSync, rmSync } from 'node
 import { tmpdir } from 'node:os';
 import { join } from 'node:path';
 import { loadConfig } from '../molt/config.ts';
+import { chaos, type Part } from './chaos.ts';
+import { accounting } from './prove_accounting.ts';
 import { readBlocks, runBlock, workingCopy } from './readme_blocks.ts';
 
 const [QUICKSTART, SMOLLM2] = ['scripts/quickstart.ts', 'scripts/smollm2.ts'];
@@ -20,6 +25,8 @@ const HELD_OUT_BEFORE = 0.5; // at most, sampled
 const HELD_OUT_AFTER = 0.9; // at least, sampled
 const MISMATCH_MAX = 1e-4;
 const SAME_STEP = 1e-5; // relative, between one rank and two
+const ASYNC_GAP = 0.03; // of mean held-out rewards
+const ASYNCHRONOUS = ['--train.partial_rollout_enable', 'true', '--algo.advantage.is_correction_level', 'token'];
 const SMOLLM2_MINUTES = 10; // three steps, evaluations and start-up; not the making of the model
 const SMOLLM2_GB = 8; // all processes together
 const SMOLLM2_MISMATCH_MEAN = 1e-3;
@@ -41,6 +48,9 @@ const PROOFS: Readonly<Record<string, (args: readonly string[]) => Promise<boole
   ranks,
   smollm2,
   readme,
+  async: asynchronous,
+  chaos: chaosProof,
+  accounting: () => accounting(console.log),
 };
 
 async function seeds(args: readonly string[]): Promise<boolean> {
@@ -82,6 +92,62 @@ async function ranks(): Promise<boolean> {
     `prove ranks: first step differs by ${loss.toExponential(1)} (loss) and ${norm.toExponential(1)} (grad norm), relative; two ranks reach ${last.toFixed(3)} held-out`,
   );
   return loss <= SAME_STEP && norm <= SAME_STEP && last >= HELD_OUT_AFTER;
+}
+
+async function asynchronous(args: readonly string[]): Promise<boolean> {
+  const [from = 1, to = 5] = args.map(Number);
+  const means: number[] = [];
+  let isBounded = true;
+  for (const staleness of [0, 1, 4]) {
+    const finals: number[] = [];
+    for (let seed = from; seed <= to; seed++) {
+      const { steps, evals, seconds } = await run(QUICKSTART, [
+        ...['--train.seed', String(seed), '--eval.eval_at_start', 'false', '--eval.greedy', 'false'],
+        ...(staleness === 0 ? [] : [...ASYNCHRONOUS, '--train.max_staleness', String(staleness)]),
+      ]);
+      const oldest = Math.max(...steps.map((line) => line.staleness_max ?? Number.NaN));
+      isBounded &&= oldest <= staleness;
+      finals.push(evals.at(-1)?.eval_reward_mean ?? Number.NaN);
+      console.log(
+        `max_staleness ${staleness} seed ${seed}: held-out ${finals.at(-1)?.toFixed(3)}, staleness_max ${oldest}, ${(seconds / steps.length).toFixed(2)} s a step`,
+      );
+    }
+    means.push(finals.reduce((a, b) => a + b, 0) / finals.length);
+  }
+  const gaps = means.map((mean) => Math.abs(mean - (means[0] ?? Number.NaN)));
+  console.log(
+    `prove async: mean held-out ${means.map((mean, i) => `${mean.toFixed(3)} at max_staleness ${[0, 1, 4][i]}`).join(', ')}; largest difference ${Math.max(...gaps).toFixed(3)} (at most ${ASYNC_GAP}), bound ${isBounded ? 'kept' : 'BROKEN'}`,
+  );
+  return isBounded && gaps.every((gap) => gap <= ASYNC_GAP);
+}
+
+async function chaosProof(args: readonly string[]): Promise<boolean> {
+  const word = (name: string) => (args.includes(name) ? Number(args[args.indexOf(name) + 1]) : null);
+  const only = args.includes('simulated') !== args.includes('real');
+  const seed = word('seed') ?? 1;
+  const parts: Part[] = [
+    {
+      name: 'simulated',
+      recipe: 'test/fixtures/recipe_chaos.ts',
+      args: [],
+      kills: word('simulated') ?? 100,
+      everyMs: [200, 2500],
+      seed,
+      reward: 0.7,
+    },
+    {
+      name: 'real',
+      recipe: 'test/fixtures/recipe_chaos_quickstart.ts',
+      args: [],
+      kills: word('real') ?? 12,
+      everyMs: [2000, 15_000],
+      seed,
+      reward: HELD_OUT_AFTER,
+    },
+  ];
+  let isGood = true;
+  for (const part of parts) if (!only || args.includes(part.name)) isGood = (await chaos(part)).isGood && isGood;
+  return isGood;
 }
 
 async function readme(): Promise<boolean> {
