@@ -83,7 +83,8 @@ export class Buffer {
   }
   #room(most: number): number {
     if (this.#isClosed) return 0;
-    return Math.max(0, Math.min(most, this.#stepsLeft * this.#options.batch) - this.#live);
+    const trainable = this.#stepsLeft * this.#options.batch - this.#training.length; // the step in training is not over
+    return Math.max(0, Math.min(most, trainable) - this.#live);
   }
 
   /** Groups that the batch in the making has, and that it wants. */
