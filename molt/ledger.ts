@@ -45,7 +45,7 @@ const SLICE_BYTES = 4 * 1024 * 1024; // checksummed in one stretch
 type Metrics = Readonly<Record<string, number | null>>;
 
 export type LedgerEvent =
-  /** First of a segment: what the ones before it held. */
+  /** First of a segment, with the newest `meta` behind it: what is needed of the ones before it. */
   | {
       readonly kind: 'segment';
       readonly schema: number;
@@ -226,6 +226,10 @@ function decode(body: Buffer, place: Place): Entry {
 /** Damage that no crash explains. */
 export class LedgerError extends Error {}
 
+export function hasLedger(runDir: string): boolean {
+  return segmentsOf(runDir).length > 0;
+}
+
 function segmentsOf(runDir: string): { number: number; path: string }[] {
   const dir = join(runDir, 'ledger');
   if (!existsSync(dir)) return [];
@@ -282,7 +286,7 @@ export function cutTail({ path, offset }: Place): void {
 
 // ---- Writing ----
 
-/** Which segments a run may do without. */
+/** A file, and whether a run may do without it. */
 interface Segment {
   readonly path: string;
   bytes: number;
@@ -290,56 +294,73 @@ interface Segment {
   lastStep: number; // that trained a group of it
 }
 
+interface Waiting {
+  readonly until: number;
+  readonly resolve: () => void;
+  readonly reject: (error: Error) => void;
+}
+
 export class Ledger {
   readonly #dir: string;
   readonly #onError: (error: Error) => void;
-  readonly #segments: Segment[] = []; // the last one is written to
+  readonly #segmentBytes: number;
+  readonly #segments: Segment[] = []; // the last one is recorded into
   #number: number; // of the next segment
   #isOpen = false; // there is a segment of this process
+  #path = ''; // of the file that is written
   #file: FileHandle | null = null;
   #pending: (Buffer[] | string)[] = []; // records, and paths from which on they go into the next file
-  #pumping: Promise<void> | null = null;
+  #recorded = 0; // of both, ever
+  #synced = 0;
+  #waiting: Waiting[] = []; // for #synced to come so far
+  #isWriting = false;
   #failed: Error | null = null;
   #step = 0;
   #version = 0;
+  #meta: LedgerEvent | null = null; // the newest
 
   /**
    * `before`: the records that are there already, as read. `onError`: the disk does not take it; a run that cannot keep its
-   * record must not go on.
+   * record must not go on. `segmentBytes`: a segment that is larger than this gets no more records.
    */
-  constructor(runDir: string, onError: (error: Error) => void, before: Iterable<Entry> = []) {
+  constructor(
+    runDir: string,
+    onError: (error: Error) => void,
+    before: Iterable<Entry> = [],
+    segmentBytes = SEGMENT_BYTES,
+  ) {
     this.#dir = join(runDir, 'ledger');
     this.#onError = onError;
+    this.#segmentBytes = segmentBytes;
     mkdirSync(this.#dir, { recursive: true });
+    const files = segmentsOf(runDir);
+    const next = () => this.#begin((files[this.#segments.length] as { path: string }).path);
     for (const { event, place } of before) {
-      if (this.#segments.at(-1)?.path !== place.path) this.#begin(place.path);
+      while (this.#segments.at(-1)?.path !== place.path) next();
       this.#count(event, place.bytes);
     }
-    this.#number = (segmentsOf(runDir).at(-1)?.number ?? 0) + 1;
+    while (this.#segments.length < files.length) next(); // a crash may leave one without a whole record
+    this.#number = (files.at(-1)?.number ?? 0) + 1;
   }
 
   /** Does not wait: `commit` does. */
   record(event: LedgerEvent, arrays: LedgerArrays = {}): void {
     if (this.#failed) return;
-    if (!this.#isOpen || (this.#segments.at(-1) as Segment).bytes > SEGMENT_BYTES) this.#nextSegment();
-    const record = encode(event, arrays);
-    this.#count(
-      event,
-      record.reduce((n, part) => n + part.length, 0),
-    );
-    this.#pending.push(record);
+    if (!this.#isOpen || (this.#segments.at(-1) as Segment).bytes > this.#segmentBytes) this.#nextSegment(event);
+    this.#push(event, arrays);
     void this.#pump(); // handles its own errors
   }
 
-  /** Rejects with the path when the disk does not take it. */
-  async commit(): Promise<void> {
-    while (this.#pumping !== null) await this.#pumping;
-    if (this.#failed) throw this.#failed;
+  /** Resolves when what was recorded until now is on the disk. Rejects with the path when the disk does not take it. */
+  commit(): Promise<void> {
+    if (this.#failed) return Promise.reject(this.#failed);
+    if (this.#synced === this.#recorded) return Promise.resolve();
+    return new Promise((resolve, reject) => this.#waiting.push({ until: this.#recorded, resolve, reject }));
   }
 
   async close(): Promise<void> {
     try {
-      await this.commit();
+      while (this.#failed || this.#synced < this.#recorded) await this.commit();
     } finally {
       await this.#file?.close();
       this.#file = null;
@@ -358,18 +379,23 @@ export class Ledger {
     }
   }
 
-  #nextSegment(): void {
+  /** It begins with what is needed of the ones before it, which may be deleted. */
+  #nextSegment(first: LedgerEvent): void {
     const number = this.#number++;
     const path = join(this.#dir, `${String(number).padStart(6, '0')}.bin`);
     this.#begin(path);
     this.#isOpen = true;
-    const event = { kind: 'segment', schema: SCHEMA, number, step: this.#step, version: this.#version } as const;
-    const record = encode(event, {});
-    this.#count(
-      event,
-      record.reduce((n, part) => n + part.length, 0),
-    );
-    this.#pending.push(path, record);
+    this.#pending.push(path);
+    this.#recorded++;
+    this.#push({ kind: 'segment', schema: SCHEMA, number, step: this.#step, version: this.#version }, {});
+    if (this.#meta && first.kind !== 'meta') this.#push(this.#meta, {});
+  }
+
+  #push(event: LedgerEvent, arrays: LedgerArrays): void {
+    const record = encode(event, arrays);
+    this.#count(event, byteCount(record));
+    this.#pending.push(record);
+    this.#recorded++;
   }
 
   #begin(path: string): void {
@@ -379,13 +405,14 @@ export class Ledger {
   #count(event: LedgerEvent, bytes: number): void {
     const last = this.#segments.at(-1) as Segment;
     last.bytes += bytes;
+    if (event.kind === 'meta') this.#meta = event;
     if (event.kind === 'dispatched') last.open.add(event.groupId);
     // Of a group that was dropped meanwhile nothing is missed.
     if (event.kind === 'finished' && this.#segments.some(({ open }) => open.has(event.groupId)))
       last.open.add(event.groupId);
     if (event.kind === 'dropped') for (const { open } of this.#segments) open.delete(event.groupId);
-    if (event.kind === 'step') this.#step = event.step;
-    if (event.kind === 'refit') this.#version = event.version;
+    if (event.kind === 'step' || event.kind === 'segment') this.#step = event.step;
+    if (event.kind === 'refit' || event.kind === 'segment') this.#version = event.version;
     if (event.kind !== 'batch') return;
     last.lastStep = event.step;
     for (const segment of this.#segments) {
@@ -394,48 +421,56 @@ export class Ledger {
   }
 
   /** One write at a time. Ends when nothing is pending, or with the first error. */
-  #pump(): Promise<void> {
-    this.#pumping ??= this.#write()
-      .catch((error: Error) => {
-        this.#failed = new Error(`Cannot write ${this.#segments.at(-1)?.path}: ${error.message}`);
-        this.#pending = [];
-        this.#onError(this.#failed);
-      })
-      .finally(() => {
-        this.#pumping = null;
-        if (this.#pending.length > 0) void this.#pump(); // came as the last write ended
-      });
-    return this.#pumping;
+  async #pump(): Promise<void> {
+    if (this.#isWriting) return;
+    this.#isWriting = true;
+    try {
+      await nextTurn(); // what is recorded in this turn of the event loop goes together
+      while (this.#pending.length > 0) {
+        const records = this.#pending.splice(0);
+        await this.#write(records);
+        this.#synced += records.length;
+        this.#answer(({ until }) => until <= this.#synced);
+      }
+    } catch (error) {
+      this.#failed = new Error(`Cannot write ${this.#path}: ${(error as Error).message}`);
+      this.#pending = [];
+      this.#answer(() => true);
+      this.#onError(this.#failed);
+    }
+    this.#isWriting = false;
   }
 
-  async #write(): Promise<void> {
-    await nextTurn(); // what is recorded in this turn of the event loop goes together
-    while (this.#pending.length > 0) {
-      const records = this.#pending;
-      this.#pending = [];
-      let parts: Buffer[] = [];
-      for (const record of records) {
-        if (typeof record !== 'string') {
-          parts.push(...(await sealed(record)));
-          continue;
-        }
-        await this.#append(parts);
-        parts = [];
-        await this.#open(record);
+  #answer(isDue: (waiting: Waiting) => boolean): void {
+    const due = this.#waiting.filter(isDue);
+    this.#waiting = this.#waiting.filter((waiting) => !isDue(waiting));
+    for (const { resolve, reject } of due) this.#failed ? reject(this.#failed) : resolve();
+  }
+
+  async #write(records: readonly (Buffer[] | string)[]): Promise<void> {
+    let parts: Buffer[] = [];
+    for (const record of records) {
+      if (typeof record !== 'string') {
+        parts.push(...(await sealed(record)));
+        continue;
       }
       await this.#append(parts);
+      parts = [];
+      await this.#open(record);
     }
+    await this.#append(parts);
   }
 
   async #append(parts: readonly Buffer[]): Promise<void> {
     if (parts.length === 0) return;
     const file = this.#file as FileHandle;
-    const isSmall = parts.reduce((n, part) => n + part.length, 0) <= SLICE_BYTES;
+    const isSmall = byteCount(parts) <= SLICE_BYTES;
     for (const part of isSmall ? [Buffer.concat(parts)] : parts) await file.appendFile(part);
     await file.datasync();
   }
 
   async #open(path: string): Promise<void> {
+    this.#path = path;
     await this.#file?.close();
     this.#file = await open(path, 'ax');
     const dir = await open(this.#dir, 'r');
@@ -444,11 +479,15 @@ export class Ledger {
   }
 }
 
+function byteCount(parts: readonly Buffer[]): number {
+  return parts.reduce((n, part) => n + part.length, 0);
+}
+
 // ---- Entry ----
 
 if (process.argv[1] && realpathSync(process.argv[1]) === fileURLToPath(import.meta.url)) {
   const [runDir, ...kinds] = process.argv.slice(2);
-  if (!runDir || segmentsOf(runDir).length === 0) {
+  if (!runDir || !hasLedger(runDir)) {
     console.error(`Usage: npx tsx molt/ledger.ts RUN_DIR [KIND ...]${runDir ? `   (no ledger in ${runDir})` : ''}`);
     process.exit(2);
   }

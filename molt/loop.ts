@@ -351,6 +351,9 @@ async function train(args: Context): Promise<void> {
     progress.clear();
     if (!groups) break;
     const generated = performance.now();
+    const { engine_idle_s, ...sampled } = generatorMetrics(generator, (generated - handedOver) / 1000);
+    const counts = { ...sampled, ...promptLog.takeStep(), ...pool.takeDrops() };
+    handedOver = generated;
     // The next batch begins while this one is trained: agents make their prompts, which are rendered. In a synchronous run
     // sampling waits for the refit.
     const isEvaluated = options['eval.steps'] > 0 && (step + 1) % options['eval.steps'] === 0;
@@ -369,14 +372,6 @@ async function train(args: Context): Promise<void> {
       warmupRatio: options['actor.lr_warmup_ratio'],
       minRatio: options['actor.min_lr_ratio'],
     });
-    const { engine_idle_s, ...sampled } = generatorMetrics(generator, (generated - handedOver) / 1000);
-    handedOver = generated;
-    const known = {
-      ...(await batchMetrics(groups, version)),
-      ...sampled,
-      ...promptLog.takeStep(),
-      ...pool.takeDrops(),
-    };
     const batch = await makeBatch(groups, {
       step: step + 1,
       version,
@@ -387,7 +382,7 @@ async function train(args: Context): Promise<void> {
         whiten: !options['algo.advantage.no_whiten'],
         clipRange: options['reward.clip_range'],
       },
-      metrics: known,
+      metrics: { ...(await batchMetrics(groups, version)), ...counts },
     });
     ledger.record(...batchRecord(batch));
     await orFatal(ledger.commit());
