@@ -633,8 +633,8 @@ export class Audit {
   }
 
   #onRefit(entry: Entry, event: Of<'refit'>): void {
-    const { version, step, engines, of, again } = event;
-    if (!(engines >= 1 && engines <= of)) mustBe(entry, 7, 'engines that verified it', engines, `1 to ${of}`);
+    const { version, step, engine, again } = event;
+    if (!engine) mustBe(entry, 7, 'engine that verified it', engine, 'one');
     this.#mayBeGiven(step);
     mustBe(entry, 7, 'step', step, this.#batch);
     if (again) mustBe(entry, 7, 'declared again, by a process that has taken over', this.#mayRefitAgain, true);

@@ -117,7 +117,8 @@ export type LedgerEvent =
       readonly kind: 'refit';
       readonly version: number;
       readonly step: number;
-      readonly of: number; // engines that were asked to take it; at least one had verified it
+      readonly engine: string; // that verified it first
+      readonly of: number; // engines that were asked to take it
       readonly checksum: number; // of all tensors, in order
       readonly bytes: number;
       readonly again: boolean; // of a version that was declared before: after a resume
