@@ -46,6 +46,7 @@ export interface RefitTimes {
 /** A version that an engine has verified and that engines sample from now on. */
 export interface Declared {
   readonly version: number;
+  readonly engine: string; // that verified it
   readonly of: number; // engines that are asked to take it
   readonly checksum: number; // as in RefitTimes
   readonly bytes: number;
@@ -185,17 +186,23 @@ export class Refit {
     const started = performance.now();
     const deadline = started + this.#deadlineMs;
     const { ok, gap } = await this.#swap(engine, staged, deadline);
-    if (ok) this.#verifiedBy(staged);
+    if (ok) this.#verifiedBy(engine, staged);
     return { ok: ok && (await this.#resume(engine, staged.version, deadline)), gap, ms: performance.now() - started };
   }
 
   /** The first engine that has verified the new weights makes them the current version. Late ones change nothing. */
-  #verifiedBy({ version, tensors }: Staged): void {
+  #verifiedBy(engine: Engine, { version, tensors }: Staged): void {
     if (version !== this.#version + 1) return;
     this.#version = version;
     this.#refits++;
     const bytes = tensors.reduce((n, tensor) => n + tensor.bytes, 0);
-    this.#onDeclared({ version, of: this.#members.size, checksum: checksumOf(tensors), bytes });
+    this.#onDeclared({
+      version,
+      engine: engine.worker.spec.id,
+      of: this.#members.size,
+      checksum: checksumOf(tensors),
+      bytes,
+    });
   }
 
   /**
@@ -217,7 +224,7 @@ export class Refit {
     if (staged) {
       const deadline = performance.now() + this.#deadlineMs;
       const { ok } = await this.#swap(engine, staged, deadline);
-      if (ok) this.#verifiedBy(staged); // of a refit that is under way, it may be the first
+      if (ok) this.#verifiedBy(engine, staged); // of a refit that is under way, it may be the first
       this.#onJoin();
       if (!ok || !(await this.#resume(engine, staged.version, deadline)))
         throw new Error(`Engine ${engine.worker.spec.id} could not take version ${staged.version}`);
