@@ -13,6 +13,7 @@ import { type CreditOptions, credit } from './estimators.ts';
 import type { LedgerArrays, LedgerEvent } from './ledger.ts';
 import { type PackingOptions, planBatch } from './packing.ts';
 import { sum, withMismatchOf } from './report.ts';
+import { Stretch } from './stretch.ts';
 import type { StepResult, Trainer } from './trainer.ts';
 import { type Group, invariant, type Sample } from './types.ts';
 
@@ -34,8 +35,14 @@ export async function makeBatch(
   args: { step: number; version: number; lr: number; credit: CreditOptions; metrics: Batch['metrics'] },
 ): Promise<Batch> {
   const { samples, metrics } = await credit(groups, args.credit);
-  const counts = samples.map((sample) => sum(sample.trajectory.lossMask));
-  const credited = samples.flatMap((sample, i) => (sample.advantages.some((value) => value !== 0) ? [i] : []));
+  const stretch = new Stretch();
+  const counts: number[] = [];
+  const credited: number[] = [];
+  for (const [i, sample] of samples.entries()) {
+    counts.push(sum(sample.trajectory.lossMask));
+    if (sample.advantages.some((value) => value !== 0)) credited.push(i);
+    await stretch.pause();
+  }
   // Where no row has any, one group stands for all: the gradient is 0, and its numbers say how engine and trainer agree.
   const [first] = groups;
   const standIn = samples.flatMap((sample, i) => (sample.groupId === first?.groupId ? [i] : []));
@@ -59,14 +66,20 @@ export async function makeBatch(
 }
 
 /** As it goes into the ledger; the samples are there already, in `finished` records. */
-export function batchRecord(batch: Batch): [LedgerEvent, LedgerArrays] {
+export async function batchRecord(batch: Batch): Promise<[LedgerEvent, LedgerArrays]> {
   const { samples, ...event } = batch;
-  const values = samples.map(packed);
+  const stretch = new Stretch();
+  const values: Float32Array[] = [];
+  for (const sample of samples) {
+    values.push(packed(sample));
+    await stretch.pause();
+  }
   const flat = new Float32Array(values.reduce((n, part) => n + part.length, 0));
   let at = 0;
   for (const part of values) {
     flat.set(part, at);
     at += part.length;
+    await stretch.pause();
   }
   return [
     { kind: 'batch', ...event },

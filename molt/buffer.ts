@@ -184,7 +184,6 @@ export class Buffer {
   /** Enough groups wait; whether they may go is another matter. */
   get #isFull(): boolean {
     const { batch, order } = this.#options;
-    if (this.#stepsLeft === 0 || this.#training.length > 0) return false;
     const isLast = this.#isClosed && this.#live < batch;
     if (isLast) return this.#running.size === 0 && this.#waiting.length > 0;
     if (order === 'first_finished') return this.#waiting.length >= batch;
@@ -240,6 +239,7 @@ export class Buffer {
    * `trained`.
    */
   take(version: number): readonly Group[] {
+    invariant(this.#training.length === 0, 'a batch is in training already');
     invariant(this.isReady(version), `${this.#waiting.length} groups wait, a batch needs ${this.#options.batch}`);
     const { batch, maxStaleness, order } = this.#options;
     const wanted = order === 'first_finished' ? [...this.#due(version).due, ...this.#waiting] : this.#inOrder();

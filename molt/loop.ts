@@ -384,7 +384,7 @@ async function train(args: Context): Promise<void> {
       },
       metrics: { ...(await batchMetrics(groups, version)), ...counts },
     });
-    ledger.record(...batchRecord(batch));
+    ledger.record(...(await batchRecord(batch)));
     await orFatal(ledger.commit());
 
     // Train

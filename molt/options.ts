@@ -387,6 +387,11 @@ export const OPTIONS = {
   'trainer.device': choice(['auto', 'cpu', 'cuda'], 'auto', 'where trainer ranks run; auto = cuda when there is one', {
     effect: TRAINER_TORCH,
   }),
+  'trainer.deadline_s': float(
+    3600,
+    'seconds a rank may take for one request (a step, a checkpoint) before all ranks are started again',
+    { above: 0, max: 2_000_000 },
+  ),
   'trainer.num_threads': int(1, 'CPU threads of a rank; 0 = its share of the cores, at most 8, as sampling rests', {
     min: 0,
     max: 1024,

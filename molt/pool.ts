@@ -36,6 +36,7 @@ export class Pool {
   readonly #args: PoolArgs;
   #dispatched = 0; // groups ever, which numbers them
   #pumping = false;
+  #pumpAgain = false;
   #isDraining = false;
   #isStopped = false;
   #error: Error | null = null;
@@ -83,6 +84,7 @@ export class Pool {
 
   /** Admit what there is room for. Returns at once; prompts may have to be measured first. */
   #pump(): void {
+    this.#pumpAgain = this.#pumping; // what has changed since it looked must not be missed
     if (this.#pumping) return;
     this.#pumping = true;
     this.#admit()
@@ -92,6 +94,7 @@ export class Pool {
       })
       .finally(() => {
         this.#pumping = false;
+        if (this.#pumpAgain && !this.#error) this.#pump();
       });
   }
 

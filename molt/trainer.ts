@@ -45,6 +45,7 @@ export class Trainer {
   readonly #temperature: number;
   readonly #packed: boolean;
   readonly #keepsKeys: boolean;
+  readonly #deadline: { readonly deadlineMs?: number };
   #ranks: readonly Worker[];
   #lost: TrainerLost | null = null;
   #failed: Promise<never> = new Promise(() => {});
@@ -61,6 +62,7 @@ export class Trainer {
     temperature: number;
     packed: boolean;
     keepsKeys?: boolean; // refit.cache keep
+    deadlineMs?: number; // of one request; absent = none
   }) {
     this.#start = args.start;
     this.#launcher = args.launcher;
@@ -68,6 +70,7 @@ export class Trainer {
     this.#temperature = args.temperature;
     this.#packed = args.packed;
     this.#keepsKeys = args.keepsKeys ?? false;
+    this.#deadline = args.deadlineMs === undefined ? {} : { deadlineMs: args.deadlineMs };
     this.#ranks = this.#watched();
   }
 
@@ -150,23 +153,28 @@ export class Trainer {
           );
           sent = rank.peer.request('rows', { step, part, of: parts.length }, { ...frames, ...(stale && { stale }) });
         }
-        const run = rank.peer.request('run', {
-          step,
-          version,
-          micro_batches: share.microBatches,
-          packed: this.#packed,
-          denominators: { tokens: denominator },
-          lr,
-          temperature: this.#temperature,
-          loss: {
-            clip_low: low,
-            clip_high: high,
-            is_level: this.#loss.isLevel,
-            is_mode: this.#loss.isMode,
-            is_low: isLow,
-            is_high: isHigh,
+        const run = rank.peer.request(
+          'run',
+          {
+            step,
+            version,
+            micro_batches: share.microBatches,
+            packed: this.#packed,
+            denominators: { tokens: denominator },
+            lr,
+            temperature: this.#temperature,
+            loss: {
+              clip_low: low,
+              clip_high: high,
+              is_level: this.#loss.isLevel,
+              is_mode: this.#loss.isMode,
+              is_low: isLow,
+              is_high: isHigh,
+            },
           },
-        });
+          undefined,
+          this.#deadline,
+        );
         return (await Promise.all([run, sent]))[0].fields;
       }),
     );
@@ -184,6 +192,7 @@ export class Trainer {
           'logprobs',
           { which: 'policy', temperature: this.#temperature },
           flatRows(rows),
+          this.#deadline,
         );
         let at = 0;
         for (const [k, row] of rows.entries()) {
@@ -200,7 +209,9 @@ export class Trainer {
     const frames = flatRows(rows);
     // Every rank does the same forward, since a sharded model computes together.
     const replies = await this.#timed(
-      this.#ranks.map((rank) => rank.peer.request('logprobs', { which: 'policy', temperature }, frames)),
+      this.#ranks.map((rank) =>
+        rank.peer.request('logprobs', { which: 'policy', temperature }, frames, this.#deadline),
+      ),
     );
     return (replies[0] as { frames: { logprobs: Float32Array } }).frames.logprobs;
   }
@@ -208,7 +219,9 @@ export class Trainer {
   /** Write hub-named weights to `path`. */
   async pushWeights(version: number, path: string): Promise<{ tensors: TensorTable; bytes: number }> {
     const replies = await this.#timed(
-      this.#ranks.map((rank) => rank.peer.request('push_weights', { version, transport: 'file', path })),
+      this.#ranks.map((rank) =>
+        rank.peer.request('push_weights', { version, transport: 'file', path }, undefined, this.#deadline),
+      ),
     );
     const first = replies[0]?.fields;
     invariant(first && first.tensors.length > 0, 'the trainer pushed no tensors');
@@ -216,17 +229,19 @@ export class Trainer {
   }
 
   async save(step: number, path: string): Promise<void> {
-    await this.#timed(this.#ranks.map((rank) => rank.peer.request('save', { step, path })));
+    await this.#timed(this.#ranks.map((rank) => rank.peer.request('save', { step, path }, undefined, this.#deadline)));
   }
 
   /** The step that the checkpoint was saved at. */
   async restore(path: string): Promise<number> {
-    const replies = await this.#timed(this.#ranks.map((rank) => rank.peer.request('restore', { path })));
+    const replies = await this.#timed(
+      this.#ranks.map((rank) => rank.peer.request('restore', { path }, undefined, this.#deadline)),
+    );
     return (replies[0] as { fields: { step: number } }).fields.step;
   }
 
   async export(path: string): Promise<void> {
-    await this.#timed(this.#ranks.map((rank) => rank.peer.request('export', { path })));
+    await this.#timed(this.#ranks.map((rank) => rank.peer.request('export', { path }, undefined, this.#deadline)));
   }
 
   close(): void {
@@ -247,12 +262,20 @@ export class Trainer {
   #or<T>(work: Promise<T>): Promise<T> {
     const failed = this.#failed;
     const told = work.catch((error: unknown) => {
-      const isDying = error instanceof RemoteError && (error.type === 'lost' || error.type === 'fatal');
-      if (isDying && !this.#closing) return failed; // what it says as the process ends has the whole cause
+      const type = error instanceof RemoteError && !this.#closing ? error.type : null;
+      if (type === 'deadline') this.#condemn();
+      // What it says as the process ends has the whole cause.
+      if (type === 'lost' || type === 'fatal' || type === 'deadline') return failed;
       throw error;
     });
     told.catch(() => {}); // when `failed` wins
     return Promise.race([told, failed]);
+  }
+
+  /** Which of them hangs the stacks tell: the others wait for it in a collective. */
+  #condemn(): void {
+    const why = `did not answer within trainer.deadline_s, ${(this.#deadline.deadlineMs ?? 0) / 1000} s`;
+    for (const rank of this.#ranks) void this.#launcher.condemn(rank, why); // never rejects
   }
 
   #onLost(ranks: readonly Worker[], rank: Worker, reason: Error, reject: (error: Error) => void): void {

@@ -182,6 +182,7 @@ export function openTrainer(args: { options: Options; runDir: string; launcher: 
     temperature: options['rollout.temperature'],
     packed: options['fsdp.packing_samples'],
     keepsKeys: options['refit.cache'] === 'keep',
+    deadlineMs: options['trainer.deadline_s'] * 1000,
   });
 }
 

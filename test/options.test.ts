@@ -267,6 +267,7 @@ const EFFECTS: Record<OptionName, Effect> = {
   'trainer.kind': { refused: ['torch'] },
   'trainer.num_ranks': { to: ['2'], also: [...SHORT, '--train.micro_batch_size', '3'], seen: 'numbers' },
   'trainer.device': { refused: ['cpu'] },
+  'trainer.deadline_s': 'own test', // supervision.test.ts
   'trainer.num_threads': { refused: ['2'] },
   'trainer.logprob_chunk': { refused: ['16'] },
   'fsdp.param_dtype': { refused: ['bfloat16'] },

@@ -31,6 +31,7 @@ export interface Case extends BufferOptions {
   readonly groupSize: number;
   readonly failRate: number;
   readonly drains: boolean; // no request lives across a refit
+  readonly jumps: boolean; // the version may rise by two, as when a run is resumed with other weights
 }
 
 export function drawCase(seed: number): Case {
@@ -44,6 +45,7 @@ export function drawCase(seed: number): Case {
     groupSize,
     failRate: pick([0, 0, 0.1, 0.4]),
     drains: draw() < 0.3,
+    jumps: draw() < 0.1,
     batch: pick([1, 2, 3, 4]),
     steps: pick([1, 2, 3, 5, 8]),
     maxStaleness: pick([0, 0, 1, 2, 4]),
@@ -60,6 +62,7 @@ export interface Trace {
   readonly batches: readonly { readonly version: number; readonly groups: readonly Group[] }[];
   readonly maxLive: number;
   readonly counts: Buffer['counts'];
+  readonly capacity: number; // at the end
   readonly happened: readonly string[]; // the whole order, for a case that is run twice
 }
 
@@ -93,6 +96,7 @@ export async function runCase(c: Case, Accounting: typeof Buffer = Buffer): Prom
   let [version, held, maxLive] = [0, false, 0];
   let train: (() => void) | null = null; // the step that is being trained may end
   let error: unknown = null;
+  let isWaiting = false;
 
   const pool = new Pool({
     buffer,
@@ -165,12 +169,33 @@ export async function runCase(c: Case, Accounting: typeof Buffer = Buffer): Prom
     });
   };
 
+  /** Dropped as stale were no more than later batches could not have taken. */
+  let looked = 0;
+  const checkDrops = () => {
+    const versions = new Map<string, number>();
+    for (const e of events) if (e.kind === 'dispatched') versions.set(e.groupId, e.version);
+    const left = new Map(versions);
+    for (const e of events) if (e.kind === 'dropped') left.delete(e.groupId);
+    for (const { groups } of batches) for (const { groupId } of groups) left.delete(groupId);
+    for (const e of events.slice(looked)) {
+      if (e.kind !== 'dropped' || e.reason !== 'stale') continue;
+      const oldest = versions.get(e.groupId) as number;
+      const batchesLater = oldest - (version - c.maxStaleness);
+      const older = [...left.values()].filter((other) => other <= oldest).length;
+      if (older < batchesLater * c.batch) throw new Error(`${e.groupId} was dropped though it could have been trained`);
+    }
+    looked = events.length;
+  };
+
   // The loop as loop.ts has it, without what computes.
   const loop = async () => {
     for (let step = 0; step < c.steps; step++) {
+      isWaiting = true;
       const groups = await pool.nextBatch(() => {});
+      isWaiting = false;
       if (!groups) break;
       batches.push({ version, groups });
+      if (!c.jumps) checkDrops();
       happened.push(`batch ${groups.map((group) => group.groupId).join()}`);
       if (isSynchronous) {
         held = true;
@@ -180,7 +205,7 @@ export async function runCase(c: Case, Accounting: typeof Buffer = Buffer): Prom
         train = resolve;
       });
       if (!isSynchronous && c.drains) await pool.drain(() => {});
-      version++;
+      version += c.jumps && draw() < 0.3 ? 2 : 1;
       held = false;
       for (const rollout of live.values()) if (rollout.from < 0) rollout.from = version;
       pool.trained();
@@ -202,6 +227,8 @@ export async function runCase(c: Case, Accounting: typeof Buffer = Buffer): Prom
     if (n > MAX_EVENTS) throw new Error('the run does not end');
     const { running, waiting, training } = buffer.counts;
     // Groups whose turns are held sample nothing while the batch before them is trained.
+    if (isWaiting && c.late === 'drop' && c.order === 'first_finished' && waiting >= c.batch)
+      throw new Error(`${waiting} groups wait and no batch of ${c.batch} is made`);
     maxLive = Math.max(maxLive, running + waiting + (held ? 0 : training));
     const choices = [...live.keys()].filter((id) => (live.get(id) as Live).from >= 0 || live.get(id)?.cancelled);
     const canTrain = train !== null;
@@ -223,11 +250,11 @@ export async function runCase(c: Case, Accounting: typeof Buffer = Buffer): Prom
   if (error !== null) throw error;
   await done;
   // Cancelled rollouts of dropped groups may still be out; nobody waits for them.
-  return { events, batches, maxLive, counts: buffer.counts, happened };
+  return { events, batches, maxLive, counts: buffer.counts, capacity: buffer.capacity, happened };
 }
 
 /** Throws where a trace breaks what the pool promises. */
-export function checkCase(c: Case, { events, batches, maxLive, counts }: Trace): void {
+export function checkCase(c: Case, { events, batches, maxLive, counts, capacity }: Trace): void {
   const check = (condition: boolean, what: string) => {
     if (!condition) throw new Error(what);
   };
@@ -246,6 +273,9 @@ export function checkCase(c: Case, { events, batches, maxLive, counts }: Trace):
   check(counts.dropped === dropped.length, `${counts.dropped} counted as dropped, ${dropped.length} are`);
   check(counts.trained === batches.flatMap((b) => b.groups).length, `${counts.trained} counted as trained`);
   check(counts.running + counts.waiting + counts.training === 0, 'something waits at the end');
+  check(capacity === 0, `${capacity} groups could be admitted at the end`);
+  const finished = events.flatMap((e) => (e.kind === 'finished' ? [e.rolloutId] : []));
+  check(new Set(finished).size === finished.length, 'a rollout finished twice');
   // Staleness
   for (const { version, groups } of batches) {
     for (const { rollouts, groupId } of groups) {
@@ -270,7 +300,7 @@ export function checkCase(c: Case, { events, batches, maxLive, counts }: Trace):
   check(maxLive <= (c.maxStaleness + 1) * c.batch, `${maxLive} groups were live`);
   const isStale = dropped.some(({ reason }) => reason === 'stale');
   check(
-    !isStale || (c.late === 'drop' && c.maxStaleness > 0 && c.order === 'first_finished'),
+    !isStale || c.jumps || (c.late === 'drop' && c.maxStaleness > 0 && c.order === 'first_finished'),
     'a group was dropped as stale',
   );
   // The end of the data, and whole batches before it
