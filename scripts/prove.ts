@@ -4,6 +4,8 @@
  *   seeds [FROM TO]   the quickstart with --train.seed FROM..TO (1..10): held-out reward before and after
  *   readme            the longer commands of README.md, as written
  *   ranks             the quickstart with two trainer ranks: it learns as well, the first step is the same
+ *   partial [COUNT]   COUNT (200) random interleavings of requests with refits, aborts and lost engines, on torch engines
+ *                     and as many on simulated ones: every token has the logprob of the version its span names
  *   smollm2           three steps of the recipe on a pretrained model: time, memory, mismatch
  *
  * Each proof ends with `prove NAME: ...` and the program exits non-zero when one fails. Too slow for `npm test`.
@@ -13,6 +15,8 @@ import { existsSync, mkdtempSync, readdirSync, readFileSync, rmSync } from 'node
 import { tmpdir } from 'node:os';
 import { join } from 'node:path';
 import { loadConfig } from '../molt/config.ts';
+import { Cell, simulated, torch, torchMoe } from '../test/contract.ts';
+import { check, crossings, type Findings, interleave, openWorld, randomOf } from '../test/interleavings.ts';
 import { readBlocks, runBlock, workingCopy } from './readme_blocks.ts';
 
 const [QUICKSTART, SMOLLM2] = ['scripts/quickstart.ts', 'scripts/smollm2.ts'];
@@ -23,6 +27,7 @@ const SAME_STEP = 1e-5; // relative, between one rank and two
 const SMOLLM2_MINUTES = 10; // three steps, evaluations and start-up; not the making of the model
 const SMOLLM2_GB = 8; // all processes together
 const SMOLLM2_MISMATCH_MEAN = 1e-3;
+const KILL_EVERY = 10; // interleavings
 const SAMPLE_MS = 500; // between two looks at the memory
 
 interface Line {
@@ -39,6 +44,7 @@ interface Outcome {
 const PROOFS: Readonly<Record<string, (args: readonly string[]) => Promise<boolean>>> = {
   seeds,
   ranks,
+  partial,
   smollm2,
   readme,
 };
@@ -82,6 +88,43 @@ async function ranks(): Promise<boolean> {
     `prove ranks: first step differs by ${loss.toExponential(1)} (loss) and ${norm.toExponential(1)} (grad norm), relative; two ranks reach ${last.toFixed(3)} held-out`,
   );
   return loss <= SAME_STEP && norm <= SAME_STEP && last >= HELD_OUT_AFTER;
+}
+
+async function partial([count = '200']: readonly string[]): Promise<boolean> {
+  const total = Number(count);
+  const share = (part: number) => Math.max(1, Math.round(total * part));
+  const worlds = [
+    { kind: simulated, cache: 'clear', count: total },
+    { kind: torch, cache: 'clear', count: share(0.4) },
+    { kind: torch, cache: 'keep', count: share(0.3) },
+    { kind: torchMoe, cache: 'clear', count: share(0.2) },
+    { kind: torchMoe, cache: 'keep', count: share(0.1) },
+  ] as const;
+  const all: Findings[] = [];
+  for (const { kind, cache, count } of worlds) {
+    const cell = await Cell.open();
+    try {
+      const world = await openWorld(cell, kind, { name: 'prove', cache, numEngines: 2 });
+      const random = randomOf(count);
+      await crossings(world, random);
+      for (let i = 0; i < count; i++) await interleave(world, random, i % KILL_EVERY === 0);
+      const found = await check(world, MISMATCH_MAX);
+      all.push(found);
+      const { turns, tokens, boundaries, moved, aborted, worst, telling, crossed } = found;
+      console.log(
+        `${kind.name}, refit.cache ${cache}: ${count} interleavings, ${turns} turns of ${tokens} tokens, by refits crossed ${crossed.join(' ')}; ${boundaries} boundaries (${telling} would show a shift by one), ${moved} turns moved to another engine, ${aborted} aborted, largest |dlogp| ${worst.toExponential(1)}`,
+      );
+      await world.close();
+    } finally {
+      await cell.close();
+    }
+  }
+  const sum = (get: (found: Findings) => number) => all.reduce((n, found) => n + get(found), 0);
+  const worst = Math.max(...all.map((found) => found.worst));
+  console.log(
+    `prove partial: ${sum((f) => f.tokens)} tokens of ${sum((f) => f.turns)} turns, ${sum((f) => f.boundaries)} version boundaries, largest |dlogp| against the weights of the span ${worst.toExponential(1)} (at most ${MISMATCH_MAX})`,
+  );
+  return worst <= MISMATCH_MAX;
 }
 
 async function readme(): Promise<boolean> {
