@@ -197,7 +197,7 @@ describe.each([simulated, torch])('refit with $name workers', (kind: Kind) => {
   test(
     'an engine that hangs is killed after the deadline, the other does not wait for it, and its requests go on there',
     async () => {
-      const { refit, train, generator, events, close } = await open('hung', { numEngines: 2, deadlineMs: 1500 });
+      const { refit, train, generator, events, close } = await open('hung', { numEngines: 2, deadlineMs: 3000 });
       const print = vi.spyOn(process.stderr, 'write').mockReturnValue(true);
       const turns = Array.from({ length: 4 }, (_, i) => generator.generate(request(`r${i}`, { max_tokens: 100 })));
       await until(() => generator.tokens > 8);
@@ -211,10 +211,10 @@ describe.each([simulated, torch])('refit with $name workers', (kind: Kind) => {
       const printed = print.mock.calls.map(([text]) => text).join('');
       print.mockRestore();
       expect([times.took, times.engines]).toEqual([1, 2]);
-      expect(times.pauseMs).toBeLessThan(1500);
+      expect(times.pauseMs).toBeLessThan(3000);
       expect(events).toContain('engine_killed');
       expect(printed).toContain(
-        `${first.worker.spec.id} took longer than refit.deadline_s, 1.5 s, to take weights and is killed`,
+        `${first.worker.spec.id} took longer than refit.deadline_s, 3 s, to take weights and is killed`,
       );
       for (const { ids, spans, engine } of await Promise.all(turns)) {
         expect([ids.length, engine]).toEqual([100, second.worker.spec.id]);
