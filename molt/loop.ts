@@ -41,11 +41,11 @@ import { replay } from './replay.ts';
 import { batchMetrics, differenceOf, evaluationRecord, generatorMetrics, PromptLog, stepMetrics } from './report.ts';
 import { openRunDir } from './run_dir.ts';
 import type { Split } from './sources.ts';
+import { watchStalls } from './stalls.ts';
 import { type Context, EXIT_CODES, prepare, probeRows, refused, renderItem, say, withWorkers } from './start.ts';
 import type { Tokenizer } from './tokenizer.ts';
 import { flatRows, learningRate, TrainerLost } from './trainer.ts';
 import type { Prompt, Rollout, Sampling } from './types.ts';
-import { watchStalls } from './watchdog.ts';
 
 export async function main(argv: readonly string[]): Promise<number> {
   try {

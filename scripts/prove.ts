@@ -7,6 +7,8 @@
  *   async [FROM TO]   the quickstart with max_staleness 1 and 4 against 0, seeds FROM..TO (1..5): held-out reward, staleness
  *   chaos [simulated N] [real N] [seed N]   kill -9 of random processes (chaos.ts): nothing lost, nothing twice
  *   accounting        every line of molt/buffer.ts is missed when it is left out (prove_accounting.ts)
+ *   partial [COUNT]   COUNT (200) random interleavings of requests with refits, aborts and lost engines, on torch engines
+ *                     and as many on simulated ones: every token has the logprob of the version its span names
  *   smollm2           three steps of the recipe on a pretrained model: time, memory, mismatch
  *
  * Each proof ends with `prove NAME: ...` and the program exits non-zero when one fails. Too slow for `npm test`.
@@ -16,6 +18,8 @@ import { existsSync, mkdtempSync, readdirSync, readFileSync, rmSync } from 'node
 import { tmpdir } from 'node:os';
 import { join } from 'node:path';
 import { loadConfig } from '../molt/config.ts';
+import { Cell, simulated, torch, torchMoe } from '../test/contract.ts';
+import { check, crossings, type Findings, interleave, openWorld, randomOf } from '../test/interleavings.ts';
 import { chaos, type Part } from './chaos.ts';
 import { accounting } from './prove_accounting.ts';
 import { readBlocks, runBlock, workingCopy } from './readme_blocks.ts';
@@ -30,6 +34,7 @@ const ASYNCHRONOUS = ['--train.partial_rollout_enable', 'true', '--algo.advantag
 const SMOLLM2_MINUTES = 10; // three steps, evaluations and start-up; not the making of the model
 const SMOLLM2_GB = 8; // all processes together
 const SMOLLM2_MISMATCH_MEAN = 1e-3;
+const KILL_EVERY = 10; // interleavings
 const SAMPLE_MS = 500; // between two looks at the memory
 
 interface Line {
@@ -46,6 +51,7 @@ interface Outcome {
 const PROOFS: Readonly<Record<string, (args: readonly string[]) => Promise<boolean>>> = {
   seeds,
   ranks,
+  partial,
   smollm2,
   readme,
   async: asynchronous,
@@ -148,6 +154,43 @@ async function chaosProof(args: readonly string[]): Promise<boolean> {
   let isGood = true;
   for (const part of parts) if (!only || args.includes(part.name)) isGood = (await chaos(part)).isGood && isGood;
   return isGood;
+}
+
+async function partial([count = '200']: readonly string[]): Promise<boolean> {
+  const total = Number(count);
+  const share = (part: number) => Math.max(1, Math.round(total * part));
+  const worlds = [
+    { kind: simulated, cache: 'clear', count: total },
+    { kind: torch, cache: 'clear', count: share(0.4) },
+    { kind: torch, cache: 'keep', count: share(0.3) },
+    { kind: torchMoe, cache: 'clear', count: share(0.2) },
+    { kind: torchMoe, cache: 'keep', count: share(0.1) },
+  ] as const;
+  const all: Findings[] = [];
+  for (const { kind, cache, count } of worlds) {
+    const cell = await Cell.open();
+    try {
+      const world = await openWorld(cell, kind, { name: 'prove', cache, numEngines: 2 });
+      const random = randomOf(count);
+      await crossings(world, random);
+      for (let i = 0; i < count; i++) await interleave(world, random, i % KILL_EVERY === 0);
+      const found = await check(world, MISMATCH_MAX);
+      all.push(found);
+      const { turns, tokens, boundaries, moved, aborted, worst, telling, crossed } = found;
+      console.log(
+        `${kind.name}, refit.cache ${cache}: ${count} interleavings, ${turns} turns of ${tokens} tokens, by refits crossed ${crossed.join(' ')}; ${boundaries} boundaries (${telling} would show a shift by one), ${moved} turns moved to another engine, ${aborted} aborted, largest |dlogp| ${worst.toExponential(1)}`,
+      );
+      await world.close();
+    } finally {
+      await cell.close();
+    }
+  }
+  const sum = (get: (found: Findings) => number) => all.reduce((n, found) => n + get(found), 0);
+  const worst = Math.max(...all.map((found) => found.worst));
+  console.log(
+    `prove partial: ${sum((f) => f.tokens)} tokens of ${sum((f) => f.turns)} turns, ${sum((f) => f.boundaries)} version boundaries, largest |dlogp| against the weights of the span ${worst.toExponential(1)} (at most ${MISMATCH_MAX})`,
+  );
+  return worst <= MISMATCH_MAX;
 }
 
 async function readme(): Promise<boolean> {

@@ -72,37 +72,42 @@ Tools:
 {%- if add_generation_prompt %}<|im_start|>assistant
 {% endif %}`;
 
+/** Kept between runs: making them takes longer than most tests. Made aside and renamed, since files run in parallel. */
+async function makeTiny(model: string): Promise<[string, string]> {
+  const recipe = readFileSync('test/tiny_models.py', 'utf8') + MAKE_TINY + CHAT_TEMPLATE + model;
+  const dir = join(
+    'node_modules',
+    '.cache',
+    `molt-tiny-${createHash('sha256').update(recipe).digest('hex').slice(0, 16)}`,
+  );
+  const names = ['tiny-1', 'tiny-2'] as const;
+  if (!existsSync(dir)) {
+    mkdirSync(dirname(dir), { recursive: true });
+    const aside = mkdtempSync(`${dir}-`);
+    const paths = names.map((name) => join(aside, name));
+    const [python] = pythonCommand('engine_torch.py') as [string];
+    const env = { ...process.env, OMP_NUM_THREADS: '1', HF_HUB_OFFLINE: '1' };
+    await promisify(execFile)(python, ['-c', MAKE_TINY, model, ...paths], { env });
+    for (const path of paths) writeFileSync(join(path, 'chat_template.jinja'), CHAT_TEMPLATE);
+    try {
+      renameSync(aside, dir);
+    } catch {
+      rmSync(aside, { recursive: true }); // another file was faster
+    }
+  }
+  return names.map((name) => resolve(dir, name)) as [string, string];
+}
+
 export const torch: Kind = {
   name: 'torch',
   command: (role) => pythonCommand(role === 'engine' ? 'engine_torch.py' : `${role}.py`),
-  makeModels: async () => {
-    // Kept between runs: making them takes longer than most tests. Made aside and renamed, since files run in parallel.
-    const recipe = readFileSync('test/tiny_models.py', 'utf8') + MAKE_TINY + CHAT_TEMPLATE;
-    const dir = join(
-      'node_modules',
-      '.cache',
-      `molt-tiny-${createHash('sha256').update(recipe).digest('hex').slice(0, 16)}`,
-    );
-    const names = ['tiny-1', 'tiny-2'] as const;
-    if (!existsSync(dir)) {
-      mkdirSync(dirname(dir), { recursive: true });
-      const aside = mkdtempSync(`${dir}-`);
-      const paths = names.map((name) => join(aside, name));
-      const [python] = pythonCommand('engine_torch.py') as [string];
-      const env = { ...process.env, OMP_NUM_THREADS: '1', HF_HUB_OFFLINE: '1' };
-      await promisify(execFile)(python, ['-c', MAKE_TINY, 'dense_tied', ...paths], { env });
-      for (const path of paths) writeFileSync(join(path, 'chat_template.jinja'), CHAT_TEMPLATE);
-      try {
-        renameSync(aside, dir);
-      } catch {
-        rmSync(aside, { recursive: true }); // another file was faster
-      }
-    }
-    return names.map((name) => resolve(dir, name)) as [string, string];
-  },
+  makeModels: () => makeTiny('dense_tied'),
   engineOptions: {},
   startMs: 120_000,
 };
+
+/** The same workers with a mixture of experts, where a test is worth that time. */
+export const torchMoe: Kind = { ...torch, name: 'torch moe', makeModels: () => makeTiny('moe') };
 
 /** By name, for describe.each. */
 export const KINDS: readonly (readonly [string, Kind])[] = [simulated, torch].map((kind) => [kind.name, kind]);

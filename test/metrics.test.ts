@@ -175,6 +175,11 @@ describe('the step line', () => {
     );
   });
 
+  test('has no mismatch where no token was of the version trained', () => {
+    expect(formatStep({ ...STEP, logprob_mismatch_max: null }, 100)).toContain('  mismatch -  ');
+    expect(formatStep({ ...STEP, logprob_mismatch_max: Number.NaN }, 100)).toContain('  mismatch ?  ');
+  });
+
   test('says what was dropped, and that a step was skipped', () => {
     const line = formatStep({ ...STEP, dropped_stale: 2, dropped_deadline: 1, skipped: 1, loss: Number.NaN }, 9);
     expect(line).toMatch(/^step 3\/9 {2}reward 0\.500 {2}loss {7}\? .* {2}dropped 3 {2}SKIPPED: not finite$/);

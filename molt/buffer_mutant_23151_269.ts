@@ -260,15 +260,13 @@ export class Buffer {
     invariant(this.#training.length > 0, 'no batch is in training');
     this.#trained += this.#training.length;
     this.#training = [];
-
+    this.#stepsLeft--;
     const { admitted, running, waiting, training, trained, dropped } = this.counts;
     invariant(admitted === running + waiting + training + trained + dropped, 'groups were lost or counted twice');
   }
 
   /** The prompts are used up. */
-  close(): void {
-    this.#isClosed = true;
-  }
+  close(): void {}
 
   #inOrder(): Entry[] {
     return [...this.#running.values(), ...this.#waiting].sort((a, b) => a.number - b.number);
