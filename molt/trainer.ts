@@ -9,6 +9,7 @@
  * Called by loop.ts, refit.ts and checkpoint.ts. Talks to workers/trainer.py (protocol.ts: rows, run, logprobs,
  * push_weights, save, restore, export). Elsewhere called: learner, actor worker group.
  */
+import { orFailure } from './failure.ts';
 import type { Launcher, Worker } from './launch.ts';
 import { lastWords } from './launch.ts';
 import { type BatchPlan, rowColumns } from './packing.ts';
@@ -43,6 +44,7 @@ export class Trainer {
   #closing = false;
   /** Rejects when a rank is lost, with its last words. Never resolves. */
   readonly failed: Promise<never>;
+  readonly #orFailed: ReturnType<typeof orFailure>;
   #busyMs = 0;
 
   constructor(args: {
@@ -61,6 +63,7 @@ export class Trainer {
       this.#reject = reject;
     });
     this.failed.catch(() => {}); // a run that ends for another reason never looks at it
+    this.#orFailed = orFailure(this.failed);
     for (const rank of this.#ranks) void rank.peer.lost.then((reason) => this.#onLost(rank, reason)); // lost never rejects
   }
 
@@ -196,8 +199,7 @@ export class Trainer {
 
   /** A rank that dies must not leave us waiting for the ranks that wait for it. */
   #or<T>(work: Promise<T>): Promise<T> {
-    work.catch(() => {}); // when `failed` wins
-    return Promise.race([work, this.failed]);
+    return this.#orFailed(work);
   }
 
   #onLost(rank: Worker, reason: Error): void {

@@ -12,6 +12,7 @@ import { resolve } from 'node:path';
 import type { Bus } from './bus.ts';
 import { type Options, simulatedScript } from './config.ts';
 import { Dispatch } from './dispatch.ts';
+import { orFailure } from './failure.ts';
 import { Generator } from './generator.ts';
 import { type Launcher, lastWords, nodeCommand, pythonCommand, type Worker, type WorkerSpec } from './launch.ts';
 import { Refit } from './refit.ts';
@@ -113,10 +114,7 @@ export function openWorkers(args: {
   });
   const fatal = Promise.race([broken, trainer.failed, generator.failed, dispatch.failed, tokenizerLost]);
   fatal.catch(() => {}); // also when the run ends as it should
-  const orFatal = <T>(work: Promise<T>): Promise<T> => {
-    work.catch(() => {}); // when `fatal` wins
-    return Promise.race([work, fatal]);
-  };
+  const orFatal = orFailure(fatal);
 
   const started: string[] = [];
   const timed = async (name: string, work: Promise<unknown>) => {
