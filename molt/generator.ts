@@ -54,7 +54,9 @@ interface Live {
   readonly request: TurnRequest;
   readonly resolve: (result: TurnResult) => void;
   readonly sampled: Sampled;
-  readonly spans: { version: number; from: number; to: number }[];
+  readonly maxTokens: number;
+  readonly spans: { readonly version: number; readonly from: number; to: number }[]; // `to`: closeSpan
+  version: number; // of the last span, -1 = none yet
   readonly isCounted: boolean;
   cachedTokens: number;
   aborted: boolean;
@@ -229,7 +231,9 @@ export class Generator {
         request,
         resolve,
         sampled: new Sampled(),
+        maxTokens: request.sampling.max_tokens,
         spans: [],
+        version: -1,
         isCounted: !request.rolloutId.startsWith(EVALUATION),
         cachedTokens: 0,
         aborted: false,
@@ -421,15 +425,15 @@ export class Generator {
   }
 
   #append(live: Live, version: number, frames: Frames<'tokens'>, from: number, to: number): void {
-    const { sampled, spans } = live;
-    const start = sampled.length;
+    const { sampled, maxTokens } = live;
+    if (live.version !== version && to > from) {
+      closeSpan(live);
+      live.spans.push({ version, from: sampled.length, to: 0 });
+      live.version = version;
+    }
     sampled.append(frames.ids, frames.logprobs, from, to);
     if (live.isCounted) this.#tokens += to - from;
-    const last = spans[spans.length - 1];
-    if (last?.version === version) last.to = sampled.length;
-    else if (to > from) spans.push({ version, from: start, to: sampled.length });
-    const most = live.request.sampling.max_tokens;
-    if (sampled.length > most) throw new Error(`${sampled.length} tokens of at most ${most}`);
+    if (sampled.length > maxTokens) throw new Error(`${sampled.length} tokens of at most ${maxTokens}`);
   }
 
   #retire(engine: Engine, live: Live): void {
@@ -446,6 +450,7 @@ export class Generator {
       this.#busyMs += performance.now() - this.#busySince;
       this.#busySince = null;
     }
+    closeSpan(live);
     live.resolve({
       ids: live.sampled.ids,
       logprobs: live.sampled.logprobs,
@@ -539,6 +544,11 @@ function liveOf(engine: Engine, handle: number): Live {
   const live = engine.byHandle.get(handle);
   if (live) return live; // not by `invariant`: its message would be made for every token
   throw new Error(`${engine.worker.spec.id} sent tokens for handle ${handle}, which is not live`);
+}
+
+function closeSpan({ spans, sampled }: Live): void {
+  const last = spans.at(-1);
+  if (last) last.to = sampled.length;
 }
 
 function joined(a: Int32Array, b: Int32Array): Int32Array {

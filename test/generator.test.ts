@@ -189,6 +189,8 @@ describe('generator', () => {
     await expect.poll(() => generator.takeCounts().tokens).toBeGreaterThan(0);
     await refit.push();
     expect(events).toEqual([]);
+    generator.takeCounts();
+    await expect.poll(() => generator.takeCounts().tokens).toBeGreaterThan(0); // of version 1
     await refit.push();
     expect(events[0]).toMatch(/^engine_killed .* Tokens of .* are lost: handle 1 sampled \d+, came: \d+$/);
     const whole = await result;
