@@ -7,6 +7,8 @@
  *   when it ends another begins. The controller is this process, as in a run: Bus, Launcher, Dispatch, Generator. Engines are
  *   simulated, one token per request and step; a step takes 16 ms and what it computes, which offers 256K tokens/s: more than
  *   two cores bear, so this is the ceiling.
+ * tokens_per_cpu_s: the same per second of CPU that controller, runner and engines used together: what is left of the number
+ *   above where others use the machine, too.
  * turn_p99_ms: what controller and wire add to a turn, the 99th percentile, at steps of 40 ms (100K tokens/s offered; at the
  *   ceiling it would be the length of a queue): from the runner's request to its answer, less the time from the engine's taking
  *   the request to its sending of the last token (`report_ms`). So everything counts that is not the engine's: both
@@ -51,6 +53,7 @@ const TICKS_PER_S = 100; // of /proc/PID/stat
 
 interface Turns {
   readonly tokens_per_s: number;
+  readonly tokens_per_cpu_s: number;
   readonly turn_p99_ms: number;
 }
 
@@ -113,8 +116,10 @@ async function measureTurns(args: { seconds: number; stepMs: number; profile: bo
   const seconds = (performance.now() - begun) / 1000;
   const { tokens } = generator.takeCounts();
   const { user, system } = process.cpuUsage(own);
+  const children = [...childrenCpu()].map(([worker, used]) => [worker, used - (cpu.get(worker) ?? 0)] as const);
+  const allCpu = children.reduce((sum, [, used]) => sum + used, (user + system) / 1e6);
   const share = (cpuSeconds: number) => `${((100 * cpuSeconds) / seconds).toFixed(0)} %`;
-  const others = [...childrenCpu()].map(([name, used]) => `${name} ${share(used - (cpu.get(name) ?? 0))}`);
+  const others = children.map(([worker, used]) => `${worker} ${share(used)}`);
   const sorted = Float64Array.from(added).sort();
   const quantile = (q: number) => sorted[Math.floor(q * (sorted.length - 1))] ?? Number.NaN;
   console.log(
@@ -131,7 +136,11 @@ async function measureTurns(args: { seconds: number; stepMs: number; profile: bo
   await bus.close();
   void chains; // they wait for a process that is gone
   rmSync(dir, { recursive: true, force: true });
-  return { tokens_per_s: Math.round(tokens / seconds), turn_p99_ms: Number(quantile(0.99).toFixed(2)) };
+  return {
+    tokens_per_cpu_s: Math.round(tokens / allCpu),
+    tokens_per_s: Math.round(tokens / seconds),
+    turn_p99_ms: Number(quantile(0.99).toFixed(2)),
+  };
 }
 
 function jobOf(n: number): Parameters<Dispatch['run']>[0] {
@@ -331,9 +340,9 @@ async function bench(): Promise<void> {
   invariant(['all', 'turns', 'memory'].includes(part), `--part ${part}: must be turns or memory`);
   const turns = async () => {
     const seconds = Number(values.seconds);
-    const { tokens_per_s } = await measureTurns({ seconds, stepMs: STEP_MS.ceiling, profile });
+    const { tokens_per_s, tokens_per_cpu_s } = await measureTurns({ seconds, stepMs: STEP_MS.ceiling, profile });
     const { turn_p99_ms } = await measureTurns({ seconds: 2 * seconds, stepMs: STEP_MS.latency, profile: false });
-    return { tokens_per_s, turn_p99_ms };
+    return { tokens_per_s, tokens_per_cpu_s, turn_p99_ms };
   };
   const result = {
     ...(part !== 'memory' && (await turns())),
