@@ -32,7 +32,7 @@ const AFFINITY_SLACK = 8;
 const WATCH_MS = 500;
 /** Requests of evaluations have ids that begin so (evaluate.ts); their tokens are not counted. */
 const EVALUATION = 'eval';
-const FIRST_CAPACITY = 64; // tokens
+const FIRST_CAPACITY = 512; // tokens; a longer turn doubles it
 
 export interface TurnRequest {
   readonly rolloutId: string;
@@ -55,7 +55,9 @@ interface Live {
   readonly request: TurnRequest;
   readonly resolve: (result: TurnResult) => void;
   readonly sampled: Sampled;
-  readonly spans: { version: number; from: number; to: number }[];
+  readonly maxTokens: number;
+  readonly spans: { readonly version: number; readonly from: number; to: number }[]; // `to`: closeSpan
+  version: number; // of the last span, -1 = none yet
   readonly isCounted: boolean;
   cachedTokens: number;
   aborted: boolean;
@@ -64,36 +66,46 @@ interface Live {
   handle: number | null; // known once the engine has answered
 }
 
-/** Tokens in arrays that double when they are full: thousands of requests grow by one token each, many times a second. */
+/**
+ * Tokens of a request. Thousands of requests grow by one token many times a second, so an event must touch little memory of
+ * each: id and logprob lie side by side in one array, which doubles when it is full.
+ */
 class Sampled {
-  #ids = new Int32Array(FIRST_CAPACITY);
-  #logprobs = new Float32Array(FIRST_CAPACITY);
+  #pairs: Int32Array; // id, bits of the logprob
   length = 0;
 
-  append(ids: Int32Array, logprobs: Float32Array, from: number, to: number): void {
+  constructor(capacity: number) {
+    this.#pairs = new Int32Array(2 * capacity);
+  }
+
+  append(ids: Int32Array, bits: Int32Array, from: number, to: number): void {
     const length = this.length + to - from;
-    if (length > this.#ids.length) this.#reserve(Math.max(length, 2 * this.#ids.length));
-    for (let k = from, at = this.length; k < to; k++, at++) {
-      this.#ids[at] = ids[k] as number;
-      this.#logprobs[at] = logprobs[k] as number;
+    if (2 * length > this.#pairs.length) this.#reserve(2 * length);
+    const pairs = this.#pairs;
+    for (let k = from, at = 2 * this.length; k < to; k++) {
+      pairs[at++] = ids[k] as number;
+      pairs[at++] = bits[k] as number;
     }
     this.length = length;
   }
 
   #reserve(capacity: number): void {
-    const { ids, logprobs } = this;
-    this.#ids = new Int32Array(capacity);
-    this.#ids.set(ids);
-    this.#logprobs = new Float32Array(capacity);
-    this.#logprobs.set(logprobs);
+    const old = this.#pairs;
+    this.#pairs = new Int32Array(2 * capacity);
+    this.#pairs.set(old);
   }
 
-  /** Views: what is in them stays, but later tokens are not. */
   get ids(): Int32Array {
-    return this.#ids.subarray(0, this.length);
+    return this.#column(0);
   }
   get logprobs(): Float32Array {
-    return this.#logprobs.subarray(0, this.length);
+    return new Float32Array(this.#column(1).buffer);
+  }
+
+  #column(at: 0 | 1): Int32Array {
+    const out = new Int32Array(this.length);
+    for (let k = 0; k < out.length; k++) out[k] = this.#pairs[2 * k + at] as number;
+    return out;
   }
 }
 
@@ -251,8 +263,10 @@ export class Generator {
       const live: Live = {
         request,
         resolve,
-        sampled: new Sampled(),
+        sampled: new Sampled(Math.min(request.sampling.max_tokens, FIRST_CAPACITY)),
+        maxTokens: request.sampling.max_tokens,
         spans: [],
+        version: -1,
         isCounted: !request.rolloutId.startsWith(EVALUATION),
         cachedTokens: 0,
         aborted: false,
@@ -429,31 +443,26 @@ export class Generator {
   #onTokens(engine: Engine, fields: Fields<'tokens'>, frames: Frames<'tokens'>): void {
     this.activity++;
     engine.stuckMs = 0;
-    const { handles, counts } = frames;
+    const { handles, counts, ids, logprobs } = frames;
+    const bits = new Int32Array(logprobs.buffer, logprobs.byteOffset, logprobs.length);
     let at = 0;
     for (let i = 0; i < handles.length; i++) {
       const from = at;
       at += counts[i] as number;
-      this.#append(liveOf(engine, handles[i] as number), fields.version, frames, from, at);
+      const live = liveOf(engine, handles[i] as number);
+      const { sampled } = live;
+      if (live.version !== fields.version && at > from) openSpan(live, fields.version);
+      sampled.append(ids, bits, from, at);
+      if (live.isCounted) this.#tokens += at - from;
+      if (sampled.length > live.maxTokens) throw new Error(`${sampled.length} tokens of at most ${live.maxTokens}`);
     }
+    invariant(at === ids.length && at === bits.length, 'counts add up to the tokens of an event');
     for (const { handle, reason, detail, cached_tokens } of fields.ended) {
       const live = liveOf(engine, handle);
       live.cachedTokens += cached_tokens;
       this.#retire(engine, live);
       this.#end(live, reason as TurnResult['reason'], detail, engine.worker.spec.id);
     }
-  }
-
-  #append(live: Live, version: number, frames: Frames<'tokens'>, from: number, to: number): void {
-    const { sampled, spans } = live;
-    const start = sampled.length;
-    sampled.append(frames.ids, frames.logprobs, from, to);
-    if (live.isCounted) this.#tokens += to - from;
-    const last = spans[spans.length - 1];
-    if (last?.version === version) last.to = sampled.length;
-    else if (to > from) spans.push({ version, from: start, to: sampled.length });
-    const most = live.request.sampling.max_tokens;
-    if (sampled.length > most) throw new Error(`${sampled.length} tokens of at most ${most}`);
   }
 
   #retire(engine: Engine, live: Live): void {
@@ -470,6 +479,7 @@ export class Generator {
       this.#busyMs += performance.now() - this.#busySince;
       this.#busySince = null;
     }
+    closeSpan(live);
     live.resolve({
       ids: live.sampled.ids,
       logprobs: live.sampled.logprobs,
@@ -563,6 +573,18 @@ function liveOf(engine: Engine, handle: number): Live {
   const live = engine.byHandle.get(handle);
   if (live) return live; // not by `invariant`: its message would be made for every token
   throw new Error(`${engine.worker.spec.id} sent tokens for handle ${handle}, which is not live`);
+}
+
+/** The tokens from here on are of this version. */
+function openSpan(live: Live, version: number): void {
+  closeSpan(live);
+  live.spans.push({ version, from: live.sampled.length, to: live.sampled.length });
+  live.version = version;
+}
+
+function closeSpan({ spans, sampled }: Live): void {
+  const last = spans.at(-1);
+  if (last) last.to = sampled.length;
 }
 
 function joined(a: Int32Array, b: Int32Array): Int32Array {

@@ -10,6 +10,7 @@
  * Called by batch.ts, loop.ts, refit.ts and checkpoint.ts. Talks to workers/trainer.py (protocol.ts: rows, run, logprobs,
  * push_weights, save, restore, export). Elsewhere called: learner, actor worker group.
  */
+import { orFailure } from './failure.ts';
 import type { Launcher, Worker } from './launch.ts';
 import { lastWords } from './launch.ts';
 import { type BatchPlan, rowColumns, staleColumn } from './packing.ts';
@@ -49,6 +50,7 @@ export class Trainer {
   #ranks: readonly Worker[];
   #lost: TrainerLost | null = null;
   #failed: Promise<never> = new Promise(() => {});
+  #orFailed: ReturnType<typeof orFailure> = orFailure(this.#failed);
   #life = 0;
   #closing = false;
   #busyMs = 0;
@@ -105,6 +107,7 @@ export class Trainer {
       for (const rank of ranks) void rank.peer.lost.then((reason) => this.#onLost(ranks, rank, reason, reject)); // lost never rejects
     });
     this.#failed.catch(() => {}); // whoever asks for something learns of it
+    this.#orFailed = orFailure(this.#failed);
     return ranks;
   }
 
@@ -268,8 +271,7 @@ export class Trainer {
       if (type === 'lost' || type === 'fatal' || type === 'deadline') return failed;
       throw error;
     });
-    told.catch(() => {}); // when `failed` wins
-    return Promise.race([told, failed]);
+    return this.#orFailed(told);
   }
 
   /** Which of them hangs the stacks tell: the others wait for it in a collective. */

@@ -12,6 +12,7 @@ import { resolve } from 'node:path';
 import type { Bus } from './bus.ts';
 import { type Options, simulatedScript } from './config.ts';
 import { Dispatch } from './dispatch.ts';
+import { orFailure } from './failure.ts';
 import { Generator } from './generator.ts';
 import { type Launcher, nodeCommand, pythonCommand, type WorkerSpec, wasKilled } from './launch.ts';
 import { Refit } from './refit.ts';
@@ -98,10 +99,7 @@ export function openWorkers(args: {
   });
   const fatal = Promise.race([broken, generator.failed, dispatch.failed, tokenizer.failed]);
   fatal.catch(() => {}); // also when the run ends as it should
-  const orFatal = <T>(work: Promise<T>): Promise<T> => {
-    work.catch(() => {}); // when `fatal` wins
-    return Promise.race([work, fatal]);
-  };
+  const orFatal = orFailure(fatal);
 
   const started: string[] = [];
   const timed = async (name: string, work: Promise<unknown>) => {

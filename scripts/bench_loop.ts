@@ -1,5 +1,5 @@
 /**
- * What the loop costs beside sampling and training:   npx tsx scripts/bench_loop.ts
+ * What the loop costs beside sampling and training:   npx tsx scripts/bench_loop.ts [async]
  *
  *   real step  --record-->  the same turns to a second engine, the same batch to a second trainer  -->  next real step
  *
@@ -15,6 +15,13 @@
  * engine_vs_generate_N = tokens per second of the torch engine / of transformers `generate` at N requests
  * (bench_engine_generate.py: the engine itself, without the socket).
  *
+ * async_efficiency = longer of generation and training / step, at max_staleness 1; async_vs_sync = step at max_staleness 1 /
+ * step at 0. Both with two simulated engines and a simulated trainer that sleep ASYNC.latencyMs for the work of a step, as
+ * if on machines of their own: every turn is scripted, so the work of a step is always the same. Generation and training are what
+ * the script says and not what a timer makes of it, so the efficiency is rather too low. Steps are counted by the wall clock,
+ * from one line of metrics.jsonl to another. The argument `async` measures these two alone (half a minute, no Python). Null
+ * where this version refuses max_staleness 1.
+ *
  * Prints what it measured; the last line is one JSON object. Takes about three minutes on two free cores, needs the policy of
  * `npm run quickstart`, keeps nothing. Seconds of CPU are read from /proc and absent elsewhere. This file is also the recipe
  * of the large model: `agent` and `prompts` below.
@@ -26,7 +33,7 @@ import { join } from 'node:path';
 import { fileURLToPath } from 'node:url';
 import type { Env, Result, Turn } from '../molt/agent.ts';
 import { Bus } from '../molt/bus.ts';
-import { defineRecipe, loadConfig, type Options } from '../molt/config.ts';
+import { ConfigError, defineRecipe, loadConfig, type Options } from '../molt/config.ts';
 import { Generator, type TurnRequest, type TurnResult } from '../molt/generator.ts';
 import { Launcher, pythonCommand, type Worker, type WorkerSpec } from '../molt/launch.ts';
 import { main as runLoop } from '../molt/loop.ts';
@@ -40,6 +47,7 @@ const GENERATE = fileURLToPath(new URL('bench_engine_generate.py', import.meta.u
 const TICKS_PER_S = 100; // of /proc/PID/stat
 const STEPS = { quickstart: 40, large: 4 };
 const WARM_UP = { quickstart: 19, large: 1 }; // steps that do not count
+const ASYNC = { latencyMs: 800, steps: 14, warmUp: 4 };
 const LARGE_TURNS = 2;
 const LARGE_TOKENS = 24; // of a turn
 
@@ -318,6 +326,50 @@ function summary(steps: readonly Step[], suffix: string): Record<string, number>
   };
 }
 
+// ---- The asynchronous loop ----
+
+/** Seconds of a step in a run on simulated workers; null where the options are refused. */
+async function simulatedStep(name: string, words: readonly string[], dir: string): Promise<number | null> {
+  const texts = ['abc', 'bcd']; // four tokens with the end; one is rewarded
+  const tokens = LARGE_TURNS * ((texts[0] ?? '').length + 1);
+  const script = {
+    latency_ms: { step: ASYNC.latencyMs / tokens, run: ASYNC.latencyMs },
+    reply: [{ when: '', texts }],
+  };
+  const kinds = ['engine', 'trainer', 'tokenizer'].flatMap((kind) => [`--${kind}.kind`, 'simulated']);
+  const runDir = join(dir, name);
+  const argv = [FILE, ...kinds, '--simulated.script', JSON.stringify(script), '--engine.num_engines', '2'];
+  argv.push('--train.batch_size', '4', '--rollout.n_samples_per_prompt', '4', '--refit.verify_every', '1000');
+  argv.push('--run.dir', runDir, '--train.num_steps', String(ASYNC.steps), '--eval.dataset', 'none');
+  argv.push('--ckpt.disable_final_save', 'true', ...words);
+  try {
+    await loadConfig(argv);
+  } catch (error) {
+    if (!(error instanceof ConfigError)) throw error;
+    console.log(`${name} is refused by this version: ${error.lines.join('; ')}`);
+    return null;
+  }
+  const code = await runLoop(argv);
+  if (code !== 0) throw new Error(`The loop of ${name} exited with ${code}`);
+  const lines = readFileSync(join(runDir, 'metrics.jsonl'), 'utf8').trim().split('\n');
+  const ends = lines.map((line) => (JSON.parse(line) as { time_unix_s: number }).time_unix_s).slice(ASYNC.warmUp);
+  return ((ends.at(-1) ?? Number.NaN) - (ends[0] ?? Number.NaN)) / (ends.length - 1);
+}
+
+async function measureAsync(dir: string): Promise<Record<string, number | null>> {
+  const sync = await simulatedStep('simulated-sync', [], dir);
+  const late = ['--train.max_staleness', '1', '--train.partial_rollout_enable', 'true'];
+  late.push('--algo.advantage.is_correction_level', 'token');
+  const async = await simulatedStep('simulated-async', late, dir);
+  invariant(sync, 'the synchronous loop is always there');
+  return {
+    simulated_step_s: round(sync),
+    async_step_s: async && round(async),
+    async_efficiency: async && round(ASYNC.latencyMs / 1000 / async),
+    async_vs_sync: async && round(async / sync),
+  };
+}
+
 // ---- The engine against generate ----
 
 async function againstGenerate(model: string, concurrencies: readonly number[]): Promise<Record<string, number>> {
@@ -361,10 +413,13 @@ function round(value: number): number {
 }
 
 async function bench(): Promise<void> {
-  const policy = String(quickstart.options?.['actor.model_name_or_path']);
-  if (!existsSync(policy)) throw new Error(`There is no ${policy}: run npm run quickstart first`);
   const dir = mkdtempSync(join(tmpdir(), 'molt-bench-'));
   process.once('exit', () => rmSync(dir, { recursive: true, force: true }));
+  const simulated = await measureAsync(dir);
+  for (const [key, value] of Object.entries(simulated)) console.log(`${key.padEnd(32)} ${value}`);
+  if (process.argv[2] === 'async') return console.log(JSON.stringify(simulated));
+  const policy = String(quickstart.options?.['actor.model_name_or_path']);
+  if (!existsSync(policy)) throw new Error(`There is no ${policy}: run npm run quickstart first`);
   const large = join(dir, 'large-model');
   await python(['--make', large, '--like', policy]);
   const loop = (name: 'quickstart' | 'large', recipe: string, ...more: string[]) => {
@@ -382,6 +437,7 @@ async function bench(): Promise<void> {
   const tiny = await againstGenerate(policy, [64]);
   const result = {
     ...loops,
+    ...simulated,
     ...Object.fromEntries(Object.entries(generate).map(([n, ratio]) => [`engine_vs_generate_${n}`, ratio])),
     engine_vs_generate_tiny_64: tiny[64] ?? 0,
     cores: cpus().length,

@@ -15,7 +15,7 @@ import { invariant } from '../molt/types.ts';
 import { initialWeights, packWeights } from '../workers/simulated_model.ts';
 import { Cell, engineOptions, simulated, startRanks, writeSegment } from './contract.ts';
 
-const STALL_MS = 600;
+const STALL_MS = 1000;
 
 let cell: Cell;
 let model: string;
@@ -131,7 +131,7 @@ describe('generator', () => {
     await expect.poll(() => generator.takeCounts().tokens).toBeGreaterThan(0);
     const { frames } = await engine.peer.request('pause', { epoch: 1, mode: 'keep', clear_cache: true });
     generator.paused(engine, frames);
-    await sleep(2 * STALL_MS);
+    await sleep(1.6 * STALL_MS);
     expect(generator.engines).toHaveLength(2);
     generator.resumed(engine);
     await engine.peer.request('resume', { epoch: 1 });
@@ -157,7 +157,7 @@ describe('generator', () => {
     const prefill = setInterval(() => {
       link.stats = { steps: ++steps };
     }, 20);
-    await sleep(2 * STALL_MS);
+    await sleep(1.6 * STALL_MS);
     expect(peer.isLost).toBe(false);
     clearInterval(prefill);
     expect((await peer.lost).message).toContain('made no step');
@@ -197,6 +197,8 @@ describe('generator', () => {
     await expect.poll(() => generator.takeCounts().tokens).toBeGreaterThan(0);
     await refit.push();
     expect(events).toEqual([]);
+    generator.takeCounts();
+    await expect.poll(() => generator.takeCounts().tokens).toBeGreaterThan(0); // of version 1
     await refit.push();
     expect(events[0]).toMatch(/^engine_killed .* Tokens of .* are lost: handle 1 sampled \d+, came: \d+$/);
     const whole = await result;

@@ -413,7 +413,7 @@ describe('options with a test of their own', () => {
     'engine.stall_s is how long an engine with requests may make no step; another one takes its place',
     async () => {
       const stall = script({ failures: [{ worker: 'engine-0', what: 'stall', on: 'step', nth: 9 }] });
-      const { exit, printed, metrics } = await run([...SHORT, ...stall, '--engine.stall_s', '1']);
+      const { exit, printed, metrics } = await run([...SHORT, ...stall, '--engine.stall_s', '2']);
       expect(printed).toMatch(/engine-0 made no step for\s+and is killed\. Its stacks:/);
       expect(exit, printed).toBe(0);
       expect(metrics.map((line) => [line.rollouts, line.engines_killed, line.restarts])).toEqual([

@@ -63,7 +63,47 @@ interface Live {
   cachedTokens: number;
 }
 
-type Moved = [live: Live, ids: number[], logprobs: number[]];
+/** What a step adds, laid out as it travels. */
+class Moved {
+  requests = 0;
+  length = 0; // tokens
+  readonly texts: string[] = []; // of all requests when one of them wants text, else none
+  readonly #wantsText: boolean;
+  readonly #handles: Int32Array;
+  readonly #counts: Int32Array;
+  readonly #ids: Int32Array;
+  readonly #logprobs: Float32Array;
+
+  constructor(requests: readonly Live[], perStep: number) {
+    this.#wantsText = requests.some((live) => live.stream);
+    this.#handles = new Int32Array(requests.length);
+    this.#counts = new Int32Array(requests.length);
+    this.#ids = new Int32Array(requests.length * perStep);
+    this.#logprobs = new Float32Array(requests.length * perStep);
+  }
+
+  add(id: number, logprob: number): void {
+    this.#ids[this.length] = id;
+    this.#logprobs[this.length++] = logprob;
+  }
+
+  /** All tokens of this request are there; they begin at `from`. */
+  close({ handle, stream }: Live, from: number, isEnded: boolean): void {
+    this.#handles[this.requests] = handle;
+    this.#counts[this.requests++] = this.length - from;
+    if (!this.#wantsText) return;
+    this.texts.push(stream ? stream.push(this.#ids.subarray(from, this.length)) + (isEnded ? stream.end() : '') : '');
+  }
+
+  get frames() {
+    return {
+      handles: this.#handles,
+      counts: this.#counts,
+      ids: this.#ids.subarray(0, this.length),
+      logprobs: this.#logprobs.subarray(0, this.length),
+    };
+  }
+}
 
 /** Engines of one process that serve the same weights share what was computed of them; nobody writes into them. */
 const MODELS = new Map<string, Float32Array>();
@@ -86,6 +126,7 @@ export class SimulatedEngine {
   readonly #maxRequests: number;
   readonly #maxLen: number;
   readonly #row = new Float64Array(VOCAB_SIZE);
+  #logprob = 0; // of the token that was sampled last
   readonly #cacheTokens: number; // infinite = no limit
   #weights: Float32Array;
   #distributions: Distributions;
@@ -247,10 +288,10 @@ export class SimulatedEngine {
     this.#running = this.#running.filter((live) => !gone(live));
     this.#queue = this.#queue.filter((live) => !gone(live));
     const endings = ended.map((live): [Live, Ending] => [live, 'abort']);
-    this.#send(
-      ended.filter((live) => live.stream).map((live): Moved => [live, [], []]),
-      endings,
-    ); // text held back goes out
+    const texts = ended.filter((live) => live.stream); // text held back goes out
+    const moved = new Moved(texts, 0);
+    for (const live of texts) moved.close(live, 0, true);
+    this.#send(moved, endings);
     return NOTHING;
   }
 
@@ -274,25 +315,24 @@ export class SimulatedEngine {
 
   /** One step: synchronous, so that all of its tokens are of one version. */
   #step(): void {
-    const moved: Moved[] = [];
-    const ended: [Live, Ending][] = [];
     const perStep = this.#worker.script.tokens_per_step ?? 1;
-    for (const live of this.#fitting()) {
-      const ids: number[] = [];
-      const logprobs: number[] = [];
+    const running = this.#fitting();
+    const moved = new Moved(running, perStep);
+    const ended: [Live, Ending][] = [];
+    for (const live of running) {
+      const from = moved.length;
       let ending: Ending | null = null;
       for (let i = 0; i < perStep && !ending; i++) {
-        const [id, logprob] = this.#sample(live);
-        if (!Number.isFinite(logprob)) {
+        const id = this.#sample(live);
+        if (!Number.isFinite(this.#logprob)) {
           ending = 'error';
           break;
         }
-        ids.push(id);
-        logprobs.push(logprob);
+        moved.add(id, this.#logprob);
         live.ids.push(id);
         ending = this.#ending(live, id);
       }
-      moved.push([live, ids, logprobs]);
+      moved.close(live, from, ending !== null);
       if (ending) ended.push([live, ending]);
     }
     this.#stats.steps += 1;
@@ -329,7 +369,7 @@ export class SimulatedEngine {
     return this.#running.slice(0, fit);
   }
 
-  #sample(live: Live): [number, number] {
+  #sample(live: Live): number {
     const { sampling, already } = live.fields;
     const index = already + live.ids.length - live.promptLength;
     const scripted = live.reply?.[index];
@@ -337,14 +377,16 @@ export class SimulatedEngine {
     if (sampling.temperature > 0 && (isPlain || scripted !== undefined)) {
       const known = this.#distributions.at(live.ids, live.ids.length, sampling.temperature);
       const drawn = scripted ?? pickFrom(known, uniform(sampling.seed, index));
-      return [drawn, known.logprobs[drawn] as number];
+      this.#logprob = known.logprobs[drawn] as number;
+      return drawn;
     }
     const logits = logitsAt(this.#weights, live.ids, live.ids.length, this.#row);
     // top_k and top_p would give a scripted token probability 0.
     const logprobs = drawFrom(logits, scripted === undefined ? sampling : { ...sampling, top_k: 0, top_p: 1 });
     const id =
       scripted ?? (sampling.temperature === 0 ? argmax(logprobs) : pick(logprobs, uniform(sampling.seed, index)));
-    return [id, logprobs[id] as number];
+    this.#logprob = logprobs[id] as number;
+    return id;
   }
 
   /** Earlier tokens of the turn count: a stop string may have begun before the request was resumed here. */
@@ -364,33 +406,20 @@ export class SimulatedEngine {
     if (this.#prefixes.length > this.#maxRequests) this.#prefixes.shift();
   }
 
-  #send(moved: readonly Moved[], ended: readonly [Live, Ending][]): void {
-    if (moved.length > 0 || ended.length > 0) {
-      const endings = new Map(ended);
-      const wanted = moved.some(([live]) => live.stream);
-      const text = ([live, ids]: Moved): string =>
-        live.stream ? live.stream.push(ids) + (endings.has(live) ? live.stream.end() : '') : '';
-      const ids = moved.flatMap(([, x]) => x);
-      this.#stats.tokens += ids.length;
-      this.#worker.link.send(
-        'tokens',
-        {
-          version: this.#version,
-          texts: wanted ? moved.map(text) : [],
-          ended: ended.map(([live, reason]) => ({
-            handle: live.handle,
-            reason,
-            detail: reason === 'error' ? 'the logits are not finite' : this.#report(live),
-            cached_tokens: live.cachedTokens,
-          })),
-        },
-        {
-          handles: Int32Array.from(moved, ([live]) => live.handle),
-          counts: Int32Array.from(moved, ([, x]) => x.length),
-          ids: Int32Array.from(ids),
-          logprobs: Float32Array.from(moved.flatMap(([, , x]) => x)),
-        },
-      );
+  #send(moved: Moved, ended: readonly [Live, Ending][]): void {
+    if (moved.requests > 0 || ended.length > 0) {
+      this.#stats.tokens += moved.length;
+      const fields = {
+        version: this.#version,
+        texts: moved.texts,
+        ended: ended.map(([live, reason]) => ({
+          handle: live.handle,
+          reason,
+          detail: reason === 'error' ? 'the logits are not finite' : this.#report(live),
+          cached_tokens: live.cachedTokens,
+        })),
+      };
+      this.#worker.link.send('tokens', fields, moved.frames);
     }
     if (this.#running.length === 0) {
       this.#draining?.(true);

@@ -250,11 +250,18 @@ export function unpackWeights(file: Buffer): Float32Array {
 
 // ---- Forward ----
 
-function rowsOf(ids: ArrayLike<number>, end: number): [number, number] {
+/** Which rows of the two tables speak of the token at `end`: bigram * CONTEXTS + context. */
+function contextOf(ids: ArrayLike<number>, end: number): number {
   const a = ids[end - 1] ?? END_OF_TEXT;
   const b = ids[end - 2] ?? END_OF_TEXT;
   const c = ids[end - 3] ?? END_OF_TEXT;
-  return [BIGRAM + a * VOCAB_SIZE, CONTEXT + (mix32(a * 31 + b * 1009 + c * 65537) % CONTEXTS) * VOCAB_SIZE];
+  return a * CONTEXTS + (mix32(a * 31 + b * 1009 + c * 65537) % CONTEXTS);
+}
+
+/** Where these rows begin in the weights. */
+function rowsOf(ids: ArrayLike<number>, end: number): [number, number] {
+  const rows = contextOf(ids, end);
+  return [BIGRAM + Math.floor(rows / CONTEXTS) * VOCAB_SIZE, CONTEXT + (rows % CONTEXTS) * VOCAB_SIZE];
 }
 
 /** Logits of the token at position `end`, given ids[0..end). Written into `out`, (vocabulary). */
@@ -358,18 +365,20 @@ interface Distribution {
  */
 export class Distributions {
   readonly #weights: Float32Array;
-  readonly #known = new Map<number, Map<number, Distribution>>(); // by temperature, then by where the rows are
+  readonly #known = new Map<number, (Distribution | undefined)[]>(); // by temperature, then by rows
 
   constructor(weights: Float32Array) {
     this.#weights = weights;
   }
 
   at(ids: ArrayLike<number>, end: number, temperature: number): Distribution {
-    const known = this.#known.get(temperature) ?? new Map<number, Distribution>();
-    this.#known.set(temperature, known);
-    const [bigram, context] = rowsOf(ids, end);
-    const key = bigram * (NUM_PARAMETERS + 1) + context;
-    const found = known.get(key);
+    let known = this.#known.get(temperature);
+    if (!known) {
+      known = new Array<Distribution | undefined>(VOCAB_SIZE * CONTEXTS).fill(undefined);
+      this.#known.set(temperature, known);
+    }
+    const rows = contextOf(ids, end);
+    const found = known[rows];
     if (found) return found;
     const logprobs = logSoftmax(logitsAt(this.#weights, ids, end, new Float64Array(VOCAB_SIZE)), temperature);
     const upTo = new Float64Array(VOCAB_SIZE);
@@ -382,7 +391,7 @@ export class Distributions {
       upTo[v] = sum;
     }
     const made = { logprobs: Float32Array.from(logprobs), upTo, last };
-    known.set(key, made);
+    known[rows] = made;
     return made;
   }
 }
