@@ -440,7 +440,11 @@ async function train(args: Context): Promise<void> {
     minMembers: groupSize > 1 ? 2 : 1,
     maxStaleness: options['train.max_staleness'],
   });
-  const failures = new FailureWindow(options['rollout.max_failure_rate'], options['train.agent_path']);
+  const failures = new FailureWindow({
+    maxRate: options['rollout.max_failure_rate'],
+    agentPath: options['train.agent_path'],
+    running: () => dispatch.runningGroups,
+  });
   const drops = new Map<string, number>();
   let wake: () => void = () => {};
 
@@ -493,7 +497,7 @@ async function train(args: Context): Promise<void> {
         continue; // rollouts may have ended meanwhile
       }
       admit();
-      failures.check(stopper.hasTrained);
+      failures.check();
       const { running, waiting } = buffer.counts;
       progress.show(`step ${step + 1}: ${waiting}/${batchSize} groups, ${running} running`, waiting / batchSize);
       await orFatal(
@@ -576,7 +580,7 @@ async function train(args: Context): Promise<void> {
 
   if (!from && options['eval.eval_at_start']) {
     await evaluateNow(true);
-    failures.check(stopper.hasTrained);
+    failures.check();
   }
 
   // Steps

@@ -417,27 +417,27 @@ describe('an agent', () => {
     agent(
       'that goes on without an observation',
       `export class agent { reset() { return 'x'; } step() { return { reward: 0, done: false }; } }`,
-      /none of its first 64 rollouts .*step\(\) gave no observation with done false/,
+      /none of its first \d+ rollouts .*step\(\) gave no observation with done false/,
     ),
     agent(
       'whose step returns nonsense',
       `export class agent { reset() { return 'x'; } step() { return 'right'; } }`,
-      /^--train\.agent_path agents\/\w+\.ts: none of its first 64 rollouts ended with a reward: .*step\(\) returned "right", expected \{ reward, done, observation\? \}$/,
+      /^--train\.agent_path agents\/\w+\.ts: none of its first \d+ rollouts ended with a reward: .*step\(\) returned "right", expected \{ reward, done, observation\? \}$/,
     ),
     agent(
       'whose reward is no number',
       `export class agent { reset() { return 'x'; } step() { return { reward: '1', done: true }; } }`,
-      /none of its first 64 rollouts .*step\(\) returned reward "1", expected a finite number$/,
+      /none of its first \d+ rollouts .*step\(\) returned reward "1", expected a finite number$/,
     ),
     agent(
       'whose reset returns nothing',
       `export class agent { reset() { } step() { return { reward: 1, done: true }; } }`,
-      /none of its first 64 rollouts .*reset\(\) gave undefined, expected text or a list of messages/,
+      /none of its first \d+ rollouts .*reset\(\) gave undefined, expected text or a list of messages/,
     ),
     agent(
       'whose step throws',
       `export class agent {\n  reset() { return 'x'; }\n  step() { throw new Error('division by zero'); }\n}`,
-      /none of its first 64 rollouts .*agent_error: Error: division by zero \(agents\/whose_step_throws\.ts:3:\d+\)$/,
+      /none of its first \d+ rollouts .*agent_error: Error: division by zero \(agents\/whose_step_throws\.ts:3:\d+\)$/,
     ),
   ];
   for (const each of cases) check(each);
