@@ -132,7 +132,8 @@ export class Isolation {
     const text = `${how}: ${describe(error)}`;
     const guest = this.#storage.getStore();
     if (guest) return this.#end(guest, text);
-    console.error(`Of no rollout, so this runner ends. ${text}`);
+    if (error instanceof Error) console.error(error);
+    console.error(`This runner ends, since no rollout can be named: ${text.split('\n')[0]}`); // what the controller quotes
     this.#exit(1);
   }
 

@@ -238,6 +238,16 @@ describe('an option', () => {
       /^--engine\.max_len 100: must be 0 or >= data\.max_len \(256\)$/,
     ),
     on(
+      'a turn that may outlast its rollout',
+      '--rollout.turn_deadline_s 600',
+      /^--rollout\.turn_deadline_s 600: has no effect: rollout\.deadline_s 600 ends the whole rollout before$/,
+    ),
+    on(
+      'a block that is longer than a silence',
+      '--rollout.block_s 60',
+      /^--rollout\.block_s 60: has no effect: a runner is killed when it is silent for launch\.silence_s 60$/,
+    ),
+    on(
       'vLLM, which is not there',
       '--engine.kind vllm',
       /^--actor\.model_name_or_path .*required/,

@@ -134,6 +134,8 @@ describe('code that blocks the event loop', () => {
       const many = await Promise.all(Array.from({ length: 30 }, () => run('holds the loop for a moment')));
       expect(many.map(({ reward, attempt }) => [reward, attempt])).toEqual(many.map(() => [1, 0]));
       expect(events).toEqual([]);
+      const counted = await Promise.all(Array.from({ length: 60 }, () => run('counts calls')));
+      expect(Math.max(...counted.map(({ info }) => info.together ?? 0))).toBeLessThanOrEqual(2); // the loop turned between
       const other = run('fine, slowly');
       expect((await run('blocks after its end')).reward).toBe(1);
       expect(await other).toMatchObject({ reward: 1, attempt: 1 });
@@ -179,6 +181,26 @@ test(
   LIMIT_MS,
 );
 
+test(
+  'an error that no rollout can be named for ends the runner, which says what it was; its rollouts are tried three times',
+  async () => {
+    const { run, events } = bound(await open({ maxRestarts: 3 }));
+    const other = run('fine, slowly');
+    const rollout = await run('lets the module throw');
+    const cause =
+      'runner-0: the process exited with code 1: This runner ends, since no rollout can be named: Uncaught, nothing awaits it (uncaughtException): Error: of the module';
+    expect(rollout).toMatchObject({ reason: 'runner_lost', reward: null, attempt: 3, detail: cause });
+    expect(events.filter(({ name }) => name === 'runner_lost').map(({ detail }) => detail.reason)).toEqual([
+      cause,
+      cause,
+      cause,
+    ]);
+    expect(logOf()).toMatch(/Error: of the module\n +at .*agent_misbehaves\.ts/);
+    expect((await other).reason).toBe('runner_lost'); // shared all three attempts
+  },
+  LIMIT_MS,
+);
+
 /** The process of the runner on this bus. */
 function runnerOf(endpoint: string): number {
   for (const name of readdirSync('/proc').filter((each) => /^\d+$/.test(each))) {
@@ -199,7 +221,10 @@ describe('a run', () => {
   beforeAll(() => {
     dir = mkdtempSync(join(tmpdir(), 'molt-isolation-'));
   });
-  afterAll(() => rmSync(dir, { recursive: true, force: true }));
+  afterAll(() => {
+    rmSync(dir, { recursive: true, force: true });
+    rmSync(FAILING);
+  });
 
   /** Prompts with these labels, in turn; not shuffled. */
   async function start(name: string, labels: readonly string[], ...args: string[]) {
@@ -207,7 +232,8 @@ describe('a run', () => {
     const rows = Array.from({ length: 64 }, (_, i) => ({ input: `case ${i}`, label: labels[i % labels.length] }));
     writeFileSync(prompts, rows.map((row) => `${JSON.stringify(row)}\n`).join(''));
     const words = ['test/fixtures/recipe_simulated.ts', '--run.dir', join(dir, name), '--train.agent_path', AGENT];
-    const data = ['--data.prompt_dataset', prompts, '--data.shuffle', 'false', '--eval.dataset', 'none'];
+    const heldOut = args.includes('--eval.dataset') ? [] : ['--eval.dataset', 'none'];
+    const data = ['--data.prompt_dataset', prompts, '--data.shuffle', 'false', ...heldOut];
     const child = spawn(process.execPath, ['--import', 'tsx', 'molt/loop.ts', ...words, ...data, ...args]);
     let out = '';
     for (const stream of [child.stdout, child.stderr])
@@ -218,8 +244,12 @@ describe('a run', () => {
     return { exit, out };
   }
 
+  const FAILING = join(tmpdir(), `molt-isolation-${process.pid}.jsonl`);
+  const failing = Array.from({ length: 64 }, (_, i) => ({ input: `held ${i}`, label: 'throws nothing' }));
+  writeFileSync(FAILING, failing.map((row) => `${JSON.stringify(row)}\n`).join(''));
+
   const BLOCK = ['--rollout.block_s', '0.4'];
-  test.each<[string, readonly string[], readonly string[], number, RegExp]>([
+  test.concurrent.each<[string, readonly string[], readonly string[], number, RegExp]>([
     [
       'blocks',
       ['blocks after an await'],
@@ -242,6 +272,13 @@ describe('a run', () => {
       /none of its first \d+ rollouts ended with a reward: agent_error: called process\.exit\(3\)/,
     ],
     [
+      'fails before the first step, in an evaluation',
+      ['fine'],
+      ['--eval.dataset', FAILING, '--eval.max_samples', '20'],
+      2,
+      /none of its first 16 rollouts ended with a reward: agent_error: threw null, which is no error/,
+    ],
+    [
       'hangs',
       ['hangs'],
       ['--rollout.deadline_s', '0.5'],
@@ -258,7 +295,7 @@ describe('a run', () => {
   ])(
     'whose every rollout %s stops non-zero with the commonest cause',
     async (name, labels, args, code, says) => {
-      const { exit, out } = await start(name.replaceAll(' ', '-'), labels, ...args);
+      const { exit, out } = await start(name.replaceAll(/\W+/g, '-'), labels, ...args);
       expect(out).toMatch(says);
       expect(exit, out).toBe(code);
     },
