@@ -414,9 +414,8 @@ async function userCode<T, R = T>(
     throw Ended.is(error) ? error : new Ended('agent_error', whatItThrew(error));
   };
   try {
-    const value = await Promise.race([host.inside(() => called(code).then(read).catch(failed)), aborted]);
-    stop.throwIfAborted(); // its code may have ended the rollout and gone on
-    return value;
+    // Where its code ends the rollout and goes on, the end comes first.
+    return await Promise.race([host.inside(() => called(code).then(read).catch(failed)), aborted]);
   } finally {
     stop.removeEventListener('abort', onAbort);
   }
