@@ -153,7 +153,7 @@ describe('code that blocks the event loop', () => {
       process.kill(pid, 'SIGSTOP');
       await sleep(3000);
       process.kill(pid, 'SIGCONT');
-      expect(await rollout).toMatchObject({ reward: 1, attempt: 0 });
+      expect(await rollout, logOf()).toMatchObject({ reward: 1, attempt: 0 });
       expect(events).toEqual([]);
     },
     LIMIT_MS,
