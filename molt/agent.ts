@@ -8,7 +8,9 @@
  * only what the environment adds is rendered, as a suffix of what is already there.
  *
  * An environment that throws, returns nonsense or overruns its deadline ends its own rollout with a reason and
- * touches no other. It is not a sandbox: code of the environment runs in the runner's process.
+ * touches no other; isolation.ts sees to what cannot be caught here. Everything of the environment, getters of what it
+ * returns included, is touched inside `userCode`, and only copies leave it. It is not a sandbox: code of the environment
+ * runs in the runner's process.
  * Called by runner.ts, one call of `runEnv` per rollout. Elsewhere called: environment, verifier, reward function.
  */
 import { importModule, whatWasThrown } from './modules.ts';
@@ -38,7 +40,7 @@ export interface Turn {
   readonly ids: Int32Array;
   readonly reason: 'stop' | 'length';
   readonly turn: number;
-  readonly signal: AbortSignal; // aborted at the deadline
+  readonly signal: AbortSignal; // aborted when the rollout ends before its environment: at a deadline, or cancelled
 }
 
 /** What the environment thinks of a turn. Rewards of a rollout's turns add up. */
@@ -97,7 +99,7 @@ export async function loadAgent(path: string): Promise<AgentFactory> {
     }
   }
   try {
-    await closed(probe as Env);
+    await closed(probe as Env, { turn: async () => {}, inside: (code) => code() });
   } catch (error) {
     throw new Error(`Agent ${path}: close() of an Env that was never used throws: ${whatWasThrown(error)}`, {
       cause: error,
@@ -108,8 +110,18 @@ export async function loadAgent(path: string): Promise<AgentFactory> {
 
 // ---- How it is run ----
 
+/** Where code of the environment runs (isolation.ts). */
+export interface Host {
+  /** Resolves when it is this rollout's turn on the event loop. */
+  turn(): Promise<void>;
+  /** Run code in the context of this rollout. Throws what it throws. */
+  inside<T>(code: () => T): T;
+  /** What the environment's code does from here on changes nothing. */
+  over(): void;
+}
+
 /** Everything a rollout needs from outside; runner.ts wires it to the controller. */
-export interface Services {
+export interface Services extends Host {
   sample(request: { turn: number; prompt: Int32Array; sampling: Sampling; signal: AbortSignal }): Promise<TurnAnswer>;
   render(messages: readonly Message[], tools: readonly Json[] | null): Promise<Int32Array>;
   suffix(
@@ -153,9 +165,18 @@ export interface Outcome {
 /** Ends the rollout with a reason; thrown by the pieces below and by services, caught once in `runEnv`. */
 export class Ended extends Error {
   readonly reason: EndReason;
+  readonly #detail: string | null;
   constructor(reason: EndReason, detail: string | null) {
     super(detail ?? reason);
     this.reason = reason;
+    this.#detail = detail;
+  }
+  get detail(): string | null {
+    return this.#detail;
+  }
+  /** As instanceof, but it runs no code of what it looks at, which may be a Proxy. */
+  static is(error: unknown): error is Ended {
+    return typeof error === 'object' && error !== null && #detail in error;
   }
 }
 
@@ -163,9 +184,16 @@ const CLOSE_MS = 5_000;
 /** Last ids of a turn that decide how its markup is closed. */
 const TAIL = 8;
 
+interface State {
+  reward: number | null;
+  score: number | null;
+  truncated: boolean;
+  info: Record<string, number>;
+}
+
 /**
  * Run one rollout. What the environment, the deadline or an engine does wrong is in the outcome; it throws only on
- * a breach inside molt. `signal` is the controller's cancel.
+ * a breach inside molt. `signal` ends it from outside; its reason is an Ended.
  */
 export async function runEnv(
   make: AgentFactory,
@@ -176,40 +204,35 @@ export async function runEnv(
   signal: AbortSignal,
 ): Promise<Outcome> {
   const session = new Session();
-  const state: { reward: number | null; score: number | null; truncated: boolean; info: Record<string, number> } = {
-    reward: null,
-    score: null,
-    truncated: false,
-    info: {},
-  };
-  const deadline = AbortSignal.timeout(limits.deadlineMs);
-  const stop = AbortSignal.any([signal, deadline]);
+  const state: State = { reward: null, score: null, truncated: false, info: {} };
+  const deadline = new AbortController();
+  const timer = setTimeout(() => {
+    deadline.abort(new Ended('deadline', `no end within ${limits.deadlineMs} ms`));
+  }, limits.deadlineMs);
+  const stop = AbortSignal.any([signal, deadline.signal]);
   let env: Env | null = null;
   let reason: EndReason;
   let detail: string | null = null;
   try {
-    env = guarded(() => make());
+    // Wrapped, since a promise would take an Env that has a `then` for another promise.
+    const made = await userCode(services, () => ({ env: make() }), stop);
+    env = made.env;
     reason = await turnLoop(env, task, sampling, limits, services, stop, session, state);
   } catch (error) {
-    if (deadline.aborted && !signal.aborted) {
-      reason = 'deadline';
-      detail = `no end within ${limits.deadlineMs} ms`;
-    } else if (signal.aborted) {
-      reason = 'cancelled';
-    } else if (error instanceof Ended) {
-      reason = error.reason;
-      detail = error.message;
-    } else {
-      throw error; // ours, not the environment's
-    }
+    const why: unknown = stop.aborted ? stop.reason : error;
+    if (!Ended.is(why)) throw error; // ours, not the environment's
+    reason = why.reason;
+    detail = why.detail;
     state.reward = null; // nobody judged the whole rollout
     state.score = null;
   }
+  clearTimeout(timer);
+  services.over();
   try {
-    await closed(env);
+    if (env) await closed(env, services);
   } catch (error) {
     state.info.close_failed = 1;
-    detail ??= `close() failed: ${describe(error)}`;
+    detail ??= `close() failed: ${services.inside(() => describe(error))}`;
   }
   return { reason, detail, ...state, turns: session.turns, trajectories: session.trajectories() };
 }
@@ -222,11 +245,16 @@ async function turnLoop(
   services: Services,
   stop: AbortSignal,
   session: Session,
-  state: { reward: number | null; score: number | null; truncated: boolean; info: Record<string, number> },
+  state: State,
 ): Promise<EndReason> {
-  const first = await userCode(() => env.reset(task), stop);
-  const tools = task.tools ?? env.tools ?? null;
-  let context = await services.render(asMessages(first, 'reset'), tools);
+  const shown = abortedInside(stop, services);
+  const { first, tools } = await userCode(
+    services,
+    () => env.reset(task),
+    stop,
+    (value) => ({ first: readMessages(value, 'reset'), tools: task.tools ?? readTools(env) }),
+  );
+  let context = await services.render(first, tools);
   let parent: TurnNode | null = null;
   for (let turn = 0; ; turn++) {
     const prompt = session.prompt(parent, context);
@@ -245,110 +273,164 @@ async function turnLoop(
     if (answer.reason === 'abort') throw new Ended('cancelled', answer.detail);
     parent = session.commit(parent, context, answer);
     const parsed = await services.parse(answer.ids, tools);
-    const result = await userCode(
-      () =>
-        env.step({
-          text: parsed.text,
-          content: parsed.content,
-          reasoning: parsed.reasoning,
-          toolCalls: parsed.toolCalls,
-          parseError: parsed.error,
-          ids: answer.ids,
-          reason: answer.reason === 'length' ? 'length' : 'stop',
-          turn,
-          signal: stop,
-        }),
-      stop,
-    );
-    absorb(result, state);
-    state.truncated ||= answer.reason === 'length';
-    if (result.done) return answer.reason === 'length' ? 'length' : 'done';
-    if (turn + 1 >= limits.maxTurns) {
-      state.truncated = true;
-      return 'turns';
-    }
-    if (result.observation === undefined)
-      throw new Ended('agent_error', 'step() gave no observation with done false: it is what the model sees next');
-    const added = asMessages(result.observation, 'step');
     const stub: Message = {
       role: 'assistant',
       content: parsed.content,
       ...(parsed.toolCalls.length > 0 && { tool_calls: parsed.toolCalls }),
     };
-    context = await services.suffix(stub, added, tools, Array.from(answer.ids.subarray(-TAIL)));
+    const isLast = turn + 1 >= limits.maxTurns;
+    const result = await userCode(
+      services,
+      () =>
+        env.step({
+          text: parsed.text,
+          content: parsed.content,
+          reasoning: parsed.reasoning,
+          toolCalls: structuredClone(parsed.toolCalls), // what is trained is not the environment's to change
+          parseError: parsed.error,
+          ids: answer.ids.slice(),
+          reason: answer.reason === 'length' ? 'length' : 'stop',
+          turn,
+          signal: shown,
+        }),
+      stop,
+      (value) => readResult(value, isLast),
+    );
+    absorb(result, state);
+    state.truncated ||= answer.reason === 'length';
+    if (result.done) return answer.reason === 'length' ? 'length' : 'done';
+    if (isLast) {
+      state.truncated = true;
+      return 'turns';
+    }
+    context = await services.suffix(stub, result.observation, tools, Array.from(answer.ids.subarray(-TAIL)));
   }
 }
 
-/** Fold a step's result into the rollout. Throws Ended on values no trainer can use. */
-function absorb(
-  result: Result,
-  state: { reward: number | null; score: number | null; truncated: boolean; info: Record<string, number> },
-): void {
-  if (typeof result !== 'object' || result === null)
-    throw new Ended('agent_error', `step() returned ${describe(result)}, expected { reward, done, observation? }`);
-  if (typeof result.reward !== 'number' || !Number.isFinite(result.reward)) {
-    throw new Ended('invalid_reward', `step() returned reward ${describe(result.reward)}, expected a finite number`);
-  }
-  if (typeof result.done !== 'boolean')
-    throw new Ended('agent_error', `step() returned done ${describe(result.done)}, expected true or false`);
+/** Fold a step's result into the rollout. */
+function absorb(result: Read, state: State): void {
   state.reward = (state.reward ?? 0) + result.reward;
-  if (result.score !== undefined && !Number.isFinite(result.score)) {
-    throw new Ended('invalid_reward', `step() returned score ${describe(result.score)}, expected a finite number`);
-  }
+  if (!Number.isFinite(state.reward))
+    throw new Ended('invalid_reward', `rewards add up to ${state.reward}, expected a finite number`);
   state.score = result.score ?? state.reward;
-  state.truncated ||= result.truncated === true;
-  for (const [key, value] of Object.entries(result.info ?? {})) {
-    if (!Number.isFinite(value))
-      throw new Ended('agent_error', `step() returned info.${key} ${describe(value)}, expected a finite number`);
-    state.info[key] = value;
-  }
+  state.truncated ||= result.truncated;
+  Object.assign(state.info, result.info);
 }
 
-function asMessages(value: string | readonly Message[] | undefined, from: string): readonly Message[] {
+// ---- What an environment gave, read once and copied ----
+
+interface Read {
+  readonly reward: number;
+  readonly done: boolean;
+  readonly observation: readonly Message[]; // none where no turn follows
+  readonly truncated: boolean;
+  readonly score: number | undefined;
+  readonly info: Readonly<Record<string, number>>;
+}
+
+/** Throws Ended on values no trainer can use, and what getters of the environment throw. */
+function readResult(value: unknown, isLast: boolean): Read {
+  if (typeof value !== 'object' || value === null)
+    throw new Ended('agent_error', `step() returned ${describe(value)}, expected { reward, done, observation? }`);
+  const { reward, done, observation, truncated, score, info } = value as { readonly [key: string]: unknown };
+  if (typeof reward !== 'number' || !Number.isFinite(reward))
+    throw new Ended('invalid_reward', `step() returned reward ${describe(reward)}, expected a finite number`);
+  if (typeof done !== 'boolean')
+    throw new Ended('agent_error', `step() returned done ${describe(done)}, expected true or false`);
+  if (score !== undefined && (typeof score !== 'number' || !Number.isFinite(score)))
+    throw new Ended('invalid_reward', `step() returned score ${describe(score)}, expected a finite number`);
+  if (!done && !isLast && observation === undefined)
+    throw new Ended('agent_error', 'step() gave no observation with done false: it is what the model sees next');
+  const numbers: Record<string, number> = {};
+  for (const [key, number] of Object.entries(info ?? {})) {
+    if (typeof number !== 'number' || !Number.isFinite(number))
+      throw new Ended('agent_error', `step() returned info.${key} ${describe(number)}, expected a finite number`);
+    numbers[key] = number;
+  }
+  return {
+    reward,
+    done,
+    observation: done || isLast ? [] : readMessages(observation, 'step'),
+    truncated: truncated === true,
+    score,
+    info: numbers,
+  };
+}
+
+function readMessages(value: unknown, from: string): readonly Message[] {
   if (typeof value === 'string') return [{ role: 'user', content: value }];
-  if (Array.isArray(value) && value.length > 0 && value.every((m) => typeof (m as Message | null)?.role === 'string'))
-    return value;
+  const copy = Array.isArray(value) ? plain(value) : null;
+  const isMessage = (m: Json) => typeof (m as { readonly role?: Json } | null)?.role === 'string';
+  if (Array.isArray(copy) && copy.length > 0 && copy.every(isMessage)) return copy as readonly Message[];
   throw new Ended('agent_error', `${from}() gave ${describe(value)}, expected text or a list of messages with roles`);
 }
 
+function readTools(env: Env): readonly Json[] | null {
+  const { tools } = env;
+  if (tools === undefined || tools === null) return null;
+  if (Array.isArray(tools)) return plain(tools) as readonly Json[];
+  throw new Ended('agent_error', `tools is ${describe(tools)}, expected a list of JSON schemas`);
+}
+
+/** What JSON cannot carry (undefined, functions) is left out, as JSON does. */
+function plain(value: unknown): Json {
+  return JSON.parse(JSON.stringify(value)) as Json;
+}
+
+// ---- Calling the environment ----
+
 /** close() gets CLOSE_MS: it must not hold a rollout that has ended. */
-async function closed(env: Env | null): Promise<void> {
-  if (!env?.close) return;
+async function closed(env: Env, host: Pick<Host, 'turn' | 'inside'>): Promise<void> {
   let timer: NodeJS.Timeout | undefined;
   const late = new Promise<never>((_, reject) => {
     timer = setTimeout(() => reject(new Error(`no end within ${CLOSE_MS} ms`)), CLOSE_MS);
   });
   try {
-    await Promise.race([env.close(), late]);
+    await host.turn();
+    await Promise.race([host.inside(() => called(() => env.close?.())), late]);
   } finally {
     clearTimeout(timer);
   }
 }
 
-function guarded<T>(code: () => T): T {
-  try {
-    return code();
-  } catch (error) {
-    throw new Ended('agent_error', describe(error));
-  }
-}
-
-/** Await the environment, but not beyond the deadline: code that never settles must not hold the rollout. */
-async function userCode<T>(code: () => T | Promise<T>, stop: AbortSignal): Promise<T> {
+/**
+ * Await the environment, but not beyond the end of the rollout: code that never settles must not hold it. Throws only Ended.
+ * `read` takes what it gave apart, in its context too, since that may run code of it.
+ */
+async function userCode<T, R = T>(
+  host: Host,
+  code: () => T | Promise<T>,
+  stop: AbortSignal,
+  read: (value: T) => R = (value) => value as unknown as R,
+): Promise<R> {
+  await host.turn();
   stop.throwIfAborted();
   let onAbort = () => {};
   const aborted = new Promise<never>((_, reject) => {
     onAbort = () => reject(stop.reason);
     stop.addEventListener('abort', onAbort, { once: true });
   });
+  const failed = (error: unknown): never => {
+    throw Ended.is(error) ? error : new Ended('agent_error', whatItThrew(error));
+  };
   try {
-    return await Promise.race([Promise.resolve(guarded(code)), aborted]);
-  } catch (error) {
-    if (stop.aborted || error instanceof Ended) throw error;
-    throw new Ended('agent_error', describe(error));
+    // Where its code ends the rollout and goes on, the end comes first.
+    return await Promise.race([host.inside(() => called(code).then(read).catch(failed)), aborted]);
   } finally {
     stop.removeEventListener('abort', onAbort);
   }
+}
+
+/** What it throws at once is a rejection as any other. */
+function called<T>(code: () => T | Promise<T>): Promise<T> {
+  return new Promise((resolve) => resolve(code()));
+}
+
+/** A signal that follows `stop`, whose listeners are the environment's and run in its context. */
+function abortedInside(stop: AbortSignal, host: Host): AbortSignal {
+  const shown = new AbortController();
+  stop.addEventListener('abort', () => host.inside(() => shown.abort(stop.reason)), { once: true });
+  return shown.signal;
 }
 
 /** Seeds of a rollout's turns differ, and stay within 2^53 (multiply-add modulo a prime below it). */
@@ -356,7 +438,24 @@ export function turnSeed(seed: number, turn: number): number {
   return Number((BigInt(seed) * 6364136223846793n + BigInt(turn + 1) * 1442695040888963n) % 9007199254740881n);
 }
 
-function describe(value: unknown): string {
-  if (value instanceof Error) return (value.stack ?? value.message).split('\n').slice(0, 6).join('\n');
-  return JSON.stringify(value)?.slice(0, 200) ?? String(value);
+const SHOWN = 200; // characters of a value
+const STACK = 4_000; // characters of an error
+
+/** Never throws, whatever the value is. */
+export function describe(value: unknown): string {
+  try {
+    if (value instanceof Error)
+      return `${value.stack ?? value.message}`.split('\n').slice(0, 6).join('\n').slice(0, STACK);
+    if (typeof value === 'number' || typeof value === 'bigint') return String(value);
+    if (typeof value === 'function') return 'a function';
+    return JSON.stringify(value)?.slice(0, SHOWN) ?? String(value);
+  } catch {
+    return `a value of type ${typeof value} that cannot be shown`;
+  }
+}
+
+/** As `describe`; what is no error is said to be none. */
+function whatItThrew(error: unknown): string {
+  const text = describe(error);
+  return typeof error === 'object' && error !== null ? text : `threw ${text}, which is no error`;
 }

@@ -100,6 +100,20 @@ const CHECKS: readonly Check[] = [
     },
   },
   {
+    options: ['rollout.turn_deadline_s', 'rollout.deadline_s'],
+    problem: (o) =>
+      o['rollout.turn_deadline_s'] < o['rollout.deadline_s']
+        ? null
+        : `has no effect: rollout.deadline_s ${o['rollout.deadline_s']} ends the whole rollout before`,
+  },
+  {
+    options: ['rollout.block_s', 'launch.silence_s'],
+    problem: (o) =>
+      o['rollout.block_s'] < o['launch.silence_s'] || o['rollout.block_s'] === OPTIONS['rollout.block_s'].default
+        ? null
+        : `has no effect: a runner is killed when it is silent for launch.silence_s ${o['launch.silence_s']}`,
+  },
+  {
     options: ['data.prompt_dataset'],
     problem: (o) => (o['data.prompt_dataset'] === '' ? 'required, because the recipe does not export `prompts`' : null),
   },

@@ -6,13 +6,14 @@
  * Invariants
  *   1. Every job ends with exactly one Rollout. Results of a dead attempt are dropped and counted.
  *   2. A runner that dies takes no rollout with it: each is tried again as attempt + 1, up to MAX_ATTEMPTS,
- *      then ends `runner_lost`.
+ *      then ends `runner_lost`. Where one blocked its event loop (watchdog.ts) that one ends `agent_blocked`, and for
+ *      the others, and for the runner, it counts as no try.
  * Called by loop.ts and evaluate.ts. Talks to runner.ts (protocol.ts: start, turn, abort_turn, rollout_done).
  */
 import { crc32 } from 'node:zlib';
 import type { Generator, TurnResult } from './generator.ts';
 import type { Launcher, Worker, WorkerSpec } from './launch.ts';
-import { lastWords } from './launch.ts';
+import { lastWords, logTail } from './launch.ts';
 import type { Fields, Frames } from './protocol.ts';
 import type { Tokenizer } from './tokenizer.ts';
 import {
@@ -26,9 +27,12 @@ import {
   type Span,
   type Trajectory,
 } from './types.ts';
+import { type Blocked, readBlocked } from './watchdog.ts';
 
 /** Tries at one rollout whose runner dies under it. */
 const MAX_ATTEMPTS = 3;
+/** Lines at the end of a lost runner's log in which it may say who blocked it. */
+const BLOCKED_LINES = 100;
 
 export interface Job {
   readonly rolloutId: string;
@@ -45,6 +49,7 @@ interface Running {
   readonly resolve: (rollout: Rollout) => void;
   readonly dispatchedVersion: number;
   attempt: number;
+  losses: number; // attempts that count against MAX_ATTEMPTS
   runner: Worker | null;
   readonly turns: Set<number>; // being sampled now
   proofs: Proof[]; // of the turns of this attempt
@@ -61,12 +66,13 @@ export class Dispatch {
   readonly #launcher: Launcher;
   readonly #spec: (index: number) => WorkerSpec;
   readonly #generator: Generator;
-  readonly #tokenizer: Tokenizer;
+  readonly #tokenizer: Pick<Tokenizer, 'request'>;
   readonly #hooks: DispatchHooks;
   readonly #maxRestarts: number;
   readonly #runners = new Map<number, Worker>();
   readonly #running = new Map<string, Running>();
-  readonly #restarts = new Map<number, number>(); // by runner index
+  readonly #restarts = new Map<number, number>(); // by runner index, those that count against maxRestarts
+  #numRestarts = 0; // all
   #starting = 0; // restarts under way
   #closed = false;
   #reject: (error: Error) => void = () => {};
@@ -77,7 +83,7 @@ export class Dispatch {
     launcher: Launcher;
     spec: (index: number) => WorkerSpec;
     generator: Generator;
-    tokenizer: Tokenizer;
+    tokenizer: Pick<Tokenizer, 'request'>;
     maxRestarts: number;
     hooks: DispatchHooks;
   }) {
@@ -109,8 +115,13 @@ export class Dispatch {
     });
   }
 
+  /** The group of every rollout that runs. */
+  get runningGroups(): readonly string[] {
+    return Array.from(this.#running.values(), ({ job }) => job.groupId);
+  }
+
   get restarts(): number {
-    return [...this.#restarts.values()].reduce((a, b) => a + b, 0);
+    return this.#numRestarts;
   }
 
   /** Start a runner process. Resolves when its agent is loaded; rejects with the cause when it cannot. */
@@ -149,6 +160,7 @@ export class Dispatch {
         resolve,
         dispatchedVersion: this.#hooks.version(),
         attempt: 0,
+        losses: 0,
         runner: null,
         turns: new Set(),
         proofs: [],
@@ -257,25 +269,42 @@ export class Dispatch {
     this.#runners.delete(index);
     if (this.#closed) return;
     const orphans = [...this.#running.values()].filter((running) => running.runner === worker);
-    this.#hooks.event('runner_lost', { runner: worker.spec.id, reason: reason.message, rollouts: orphans.length });
+    const blocked = readBlocked(logTail(worker, BLOCKED_LINES));
+    const { id } = worker.spec;
+    if (blocked)
+      this.#hooks.event('agent_blocked', { runner: id, rollout: blocked.rolloutId, others: orphans.length - 1 });
+    else this.#hooks.event('runner_lost', { runner: id, reason: reason.message, rollouts: orphans.length });
     for (const running of orphans) {
       for (const turn of running.turns) {
         this.#generator.abort({ rolloutId: running.job.rolloutId, attempt: running.attempt, turn });
       }
       running.turns.clear();
-      running.proofs = [];
-      running.attempt++;
-      if (running.attempt >= MAX_ATTEMPTS) this.#finish(running, failed(running, 'runner_lost', reason.message));
-      else this.#start(running);
+      this.#again(running, blocked, reason);
     }
-    void this.#restart(index, worker, reason); // handles its own errors
+    void this.#restart(index, worker, reason, blocked !== null); // handles its own errors
   }
 
-  async #restart(index: number, worker: Worker, reason: Error): Promise<void> {
+  /** Another attempt at a rollout whose runner is gone, or its end. */
+  #again(running: Running, blocked: Blocked | null, reason: Error): void {
+    const { rolloutId } = running.job;
+    if (blocked?.rolloutId === rolloutId && blocked.attempt === running.attempt)
+      return this.#finish(running, failed(running, 'agent_blocked', blocked.detail));
+    running.proofs = [];
+    running.attempt++;
+    if (!blocked && ++running.losses >= MAX_ATTEMPTS)
+      return this.#finish(running, failed(running, 'runner_lost', reason.message));
+    this.#start(running);
+  }
+
+  /** `isFree`: the first start counts as no restart, since the runner was not at fault. */
+  async #restart(index: number, worker: Worker, reason: Error, isFree: boolean): Promise<void> {
     let cause = `${reason.message}\n${lastWords(worker)}`;
-    for (let n = this.#restarts.get(index) ?? 0; !this.#closed && n < this.#maxRestarts; n++) {
-      this.#restarts.set(index, n + 1);
-      this.#hooks.event('runner_restart', { runner: index, restart: n + 1 });
+    for (let free = isFree; !this.#closed; free = false) {
+      const counted = this.#restarts.get(index) ?? 0;
+      if (!free && counted >= this.#maxRestarts) break;
+      if (!free) this.#restarts.set(index, counted + 1);
+      this.#numRestarts++;
+      this.#hooks.event('runner_restart', { runner: index, restart: this.#numRestarts });
       this.#starting++;
       try {
         await this.startRunner(index);

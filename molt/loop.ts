@@ -220,7 +220,11 @@ async function train(args: Context): Promise<void> {
     stop: [],
     stop_token_ids: facts.stopTokenIds,
   });
-  const failures = new FailureWindow(options['rollout.max_failure_rate'], options['train.agent_path']);
+  const failures = new FailureWindow({
+    maxRate: options['rollout.max_failure_rate'],
+    agentPath: options['train.agent_path'],
+    running: () => dispatch.runningGroups,
+  });
   const buffer = new Buffer({
     batch: batchSize,
     steps: Math.max(0, numSteps - step),
@@ -255,7 +259,7 @@ async function train(args: Context): Promise<void> {
       say(`Took up ${groups} groups that were in flight: ${finished} rollouts had finished, ${again} run again`);
   }
   const look = () => {
-    failures.check(stopper.hasTrained);
+    failures.check();
     const { running, waiting } = buffer.counts;
     watchdog.waitsFor = `${buffer.progress.want} groups for step ${step + 1}: ${waiting} wait, ${running} run`;
     progress.show(`step ${step + 1}: ${waiting}/${batchSize} groups, ${running} running`, waiting / batchSize);
@@ -334,7 +338,7 @@ async function train(args: Context): Promise<void> {
   if (options['eval.eval_at_start'] && step === 0 && !history?.evals.some((e) => e.step === 0)) {
     watchdog.waitsFor = 'the evaluation before the first step';
     await evaluateNow(true);
-    failures.check(stopper.hasTrained);
+    failures.check();
   }
 
   // Steps

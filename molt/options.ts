@@ -288,6 +288,16 @@ export const OPTIONS = {
     above: 0,
     max: 2_000_000,
   }),
+  'rollout.turn_deadline_s': float(
+    0,
+    'the same for one turn of it: from asking for a turn until it is sampled, waiting for an engine and pauses for a refit included; 0 = none',
+    { min: 0, max: 2_000_000 },
+  ),
+  'rollout.block_s': float(
+    10,
+    'seconds code of a rollout may hold the event loop of its runner; then it ends with reason agent_blocked and the others begin again in a new runner',
+    { above: 0, max: 2_000_000 },
+  ),
   'rollout.num_runners': int(1, 'processes that host the agents', { min: 1, max: 256 }),
   'rollout.failed_members': choice(
     ['keep', 'refill', 'drop'],
@@ -297,7 +307,7 @@ export const OPTIONS = {
   ),
   'rollout.max_failure_rate': float(
     0.5,
-    'share of recent rollouts that may end without a reward before the run stops with the commonest cause',
+    'share of recent rollouts that may end without a reward before the run stops with the commonest cause; 1 = it never stops for that',
     { min: 0, max: 1 },
   ),
   'rollout.mismatch_stop': choice(

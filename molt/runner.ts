@@ -7,7 +7,8 @@
  *   - Tokenizer calls of all rollouts are batched: while one message of a kind is in flight the next one collects.
  *   - A finished rollout is kept and sent again until the controller says that it has recorded it.
  *   - A failure inside molt (not in the environment) ends the process: the controller starts another one and
- *     tries the rollouts again.
+ *     tries the rollouts again. What an environment does to the process ends its own rollout (isolation.ts).
+ *   - What the tokenizer refuses as a batch is asked again one by one, so that one rollout's messages harm no other's.
  * Talks to dispatch.ts (protocol.ts: start, turn, abort_turn, cancel_rollout, rollout_done). Started by launch.ts.
  */
 import { realpathSync } from 'node:fs';
@@ -16,6 +17,7 @@ import { fileURLToPath } from 'node:url';
 import type { AgentFactory, Outcome, ParsedTurn, Services, TurnAnswer } from './agent.ts';
 import { Ended, loadAgent, runEnv } from './agent.ts';
 import { EXIT_BAD_INPUT, readWorkerArgs, WorkerLink } from './bus.ts';
+import { type Guest, Isolation } from './isolation.ts';
 import type { Fields, Frames } from './protocol.ts';
 import { RemoteError } from './protocol.ts';
 import type { Json, Message, Sampling } from './types.ts';
@@ -27,6 +29,8 @@ const REDELIVER_MS = 500;
 interface RunnerOptions {
   readonly agent_path: string;
   readonly template_kwargs: Json;
+  readonly block_ms: number;
+  readonly turn_deadline_ms: number; // 0 = none
 }
 
 async function main(): Promise<void> {
@@ -45,7 +49,7 @@ async function main(): Promise<void> {
     console.error(`--train.agent_path: ${error.message}`);
     process.exit(EXIT_BAD_INPUT);
   });
-  const runner = new Runner(link, make, options.template_kwargs);
+  const runner = new Runner(link, make, options);
   link.ready({ agent: options.agent_path });
   await link.stopped;
   runner.cancelAll();
@@ -57,29 +61,40 @@ class Runner {
   readonly #link: WorkerLink;
   readonly #make: AgentFactory;
   readonly #tokenizer: TokenizerClient;
+  readonly #isolation: Isolation;
+  readonly #turnDeadlineMs: number;
   readonly #running = new Map<string, AbortController>(); // by rollout and attempt
 
-  constructor(link: WorkerLink, make: AgentFactory, templateKwargs: Json) {
+  constructor(link: WorkerLink, make: AgentFactory, options: RunnerOptions) {
     this.#link = link;
     this.#make = make;
-    this.#tokenizer = new TokenizerClient(link, templateKwargs);
+    this.#tokenizer = new TokenizerClient(link, options.template_kwargs);
+    this.#turnDeadlineMs = options.turn_deadline_ms;
+    link.stats.late_errors = 0;
+    this.#isolation = new Isolation({
+      blockMs: options.block_ms,
+      onLate: () => {
+        link.stats.late_errors = (link.stats.late_errors ?? 0) + 1;
+      },
+    });
     link.handle('start', async (job) => {
       void this.#run(job).catch(crash); // a rollout outlives the request that started it
       return { fields: {}, frames: {} };
     });
     link.on('cancel_rollout', ({ rollout_id, attempt }) => {
-      this.#running.get(`${rollout_id}/${attempt}`)?.abort();
+      this.#running.get(`${rollout_id}/${attempt}`)?.abort(new Ended('cancelled', null));
     });
   }
 
   cancelAll(): void {
-    for (const abort of this.#running.values()) abort.abort();
+    for (const stop of this.#running.values()) stop.abort(new Ended('cancelled', null));
   }
 
   async #run(job: Fields<'start'>): Promise<void> {
     const key = `${job.rollout_id}/${job.attempt}`;
-    const cancel = new AbortController();
-    this.#running.set(key, cancel);
+    const stop = new AbortController();
+    const guest = this.#isolation.admit(job.rollout_id, job.attempt, (why) => stop.abort(why));
+    this.#running.set(key, stop);
     this.#link.stats.running = this.#running.size;
     try {
       const outcome = await runEnv(
@@ -94,8 +109,8 @@ class Runner {
         },
         job.sampling,
         { maxTurns: job.limits.max_turns, maxTokens: job.limits.max_tokens, deadlineMs: job.limits.deadline_ms },
-        this.#services(job),
-        cancel.signal,
+        this.#services(job, guest),
+        stop.signal,
       );
       await this.#deliver(job, outcome);
     } finally {
@@ -104,13 +119,19 @@ class Runner {
     }
   }
 
-  #services(job: Fields<'start'>): Services {
+  #services(job: Fields<'start'>, guest: Guest): Services {
+    const isolation = this.#isolation;
     const identity = { rollout_id: job.rollout_id, attempt: job.attempt };
     return {
       render: (messages, tools) => this.#tokenizer.render(messages, tools),
       suffix: (stub, added, tools, lastIds) => this.#tokenizer.suffix(stub, added, tools, lastIds),
       parse: (ids, tools) => this.#tokenizer.parse(ids, tools),
       sample: (request) => this.#sample(identity, request),
+      turn: () => isolation.turn(),
+      inside: (code) => isolation.inside(guest, code),
+      over: () => {
+        guest.isOver = true;
+      },
     };
   }
 
@@ -118,14 +139,28 @@ class Runner {
     identity: { rollout_id: string; attempt: number },
     request: { turn: number; prompt: Int32Array; sampling: Sampling; signal: AbortSignal },
   ): Promise<TurnAnswer> {
-    const { turn, prompt, sampling, signal } = request;
+    const { turn, prompt, sampling } = request;
+    request.signal.throwIfAborted();
+    const deadline = new AbortController();
+    const seconds = this.#turnDeadlineMs / 1000;
+    const timer =
+      seconds > 0 && // waiting for an engine and pauses for a refit included
+      setTimeout(() => {
+        const detail = `turn ${turn} was not sampled within ${seconds} s (rollout.turn_deadline_s)`;
+        deadline.abort(new Ended('deadline', detail));
+      }, this.#turnDeadlineMs);
+    const signal = AbortSignal.any([request.signal, deadline.signal]);
     const stop = () => this.#link.send('abort_turn', { ...identity, turn });
-    signal.throwIfAborted();
     signal.addEventListener('abort', stop, { once: true });
     try {
       const session_id = identity.rollout_id; // an Env is one chain
-      const answer = await this.#link.request('turn', { ...identity, turn, session_id, sampling }, { prompt });
-      signal.throwIfAborted();
+      // Not waited for beyond the end: an engine that hangs does not answer the abort either.
+      const answer = await this.#link.request(
+        'turn',
+        { ...identity, turn, session_id, sampling },
+        { prompt },
+        { signal },
+      );
       return {
         ids: answer.frames.ids,
         logprobs: answer.frames.logprobs,
@@ -135,10 +170,12 @@ class Runner {
         cachedTokens: answer.fields.cached_tokens,
       };
     } catch (error) {
+      signal.throwIfAborted();
       // The engine refused this request (too long, a field it does not know): the rollout's fault, not the runner's.
       if (error instanceof RemoteError && error.type !== 'lost') throw new Ended('engine_lost', error.message);
       throw error;
     } finally {
+      if (timer) clearTimeout(timer);
       signal.removeEventListener('abort', stop);
     }
   }
@@ -151,7 +188,8 @@ class Runner {
         await this.#link.request('rollout_done', fields, frames);
         return;
       } catch (error) {
-        if (error instanceof RemoteError && error.type === 'lost') throw error;
+        // Lost, or a message that cannot be sent at all.
+        if (!(error instanceof RemoteError) || error.type === 'lost') throw error;
         console.error(`Rollout ${job.rollout_id} was not recorded (${(error as Error).message}); sending it again`);
         await sleep(REDELIVER_MS);
       }
@@ -213,10 +251,19 @@ function concat<A extends Int32Array | Uint8Array | Float32Array>(type: new (n: 
 
 // ---- Tokenizer, batched ----
 
-/** One message of a kind in flight; calls that come meanwhile travel together in the next. */
+interface Call<Item, Answer> {
+  readonly item: Item;
+  readonly resolve: (answer: Answer) => void;
+  readonly reject: (error: unknown) => void;
+}
+
+/**
+ * One message of a kind in flight; calls that come meanwhile travel together in the next. Where the message as a whole is
+ * refused, each call travels alone, and the one that is refused then ends its rollout.
+ */
 class Batcher<Item, Answer> {
   readonly #send: (items: readonly Item[]) => Promise<readonly Answer[]>;
-  #waiting: { item: Item; resolve: (answer: Answer) => void; reject: (error: unknown) => void }[] = [];
+  #waiting: Call<Item, Answer>[] = [];
   #busy = false;
 
   constructor(send: (items: readonly Item[]) => Promise<readonly Answer[]>) {
@@ -241,10 +288,20 @@ class Batcher<Item, Answer> {
         const answers = await this.#send(batch.map((call) => call.item));
         for (const [i, call] of batch.entries()) call.resolve(answers[i] as Answer);
       } catch (error) {
-        for (const call of batch) call.reject(error);
+        if (error instanceof RemoteError && error.type === 'lost') for (const call of batch) call.reject(error);
+        else for (const call of batch) await this.#alone(call);
       }
     }
     this.#busy = false;
+  }
+
+  async #alone({ item, resolve, reject }: Call<Item, Answer>): Promise<void> {
+    try {
+      resolve((await this.#send([item]))[0] as Answer);
+    } catch (error) {
+      if (error instanceof RemoteError && error.type === 'lost') return reject(error);
+      reject(new Ended('agent_error', `The tokenizer cannot take this: ${(error as Error).message}`));
+    }
   }
 }
 
@@ -280,7 +337,7 @@ class TokenizerClient {
   async render(messages: readonly Message[], tools: readonly Json[] | null): Promise<Int32Array> {
     return checked(
       await this.#render.call({
-        messages: plain(messages),
+        messages: messages as readonly Json[],
         tools,
         template_kwargs: this.#kwargs,
         add_generation_prompt: true,
@@ -296,8 +353,8 @@ class TokenizerClient {
   ): Promise<Int32Array> {
     return checked(
       await this.#suffix.call({
-        stub: plain(stub),
-        new_messages: plain(added),
+        stub: stub as Json,
+        new_messages: added as readonly Json[],
         tools,
         template_kwargs: this.#kwargs,
         last_ids: lastIds,
@@ -308,11 +365,6 @@ class TokenizerClient {
   parse(ids: Int32Array, tools: readonly Json[] | null): Promise<ParsedTurn> {
     return this.#parse.call({ ids, tools });
   }
-}
-
-/** Messages come from user code: what JSON cannot carry (undefined, functions) is left out here, as JSON does. */
-function plain(value: unknown): Json {
-  return JSON.parse(JSON.stringify(value)) as Json;
 }
 
 function idsOf(answer: {

@@ -252,6 +252,8 @@ function workerSpecs(options: Options, runDir: string) {
       spec('runner', index, nodeCommand('molt/runner.ts'), {
         agent_path: resolve(options['train.agent_path']),
         template_kwargs: {},
+        block_ms: options['rollout.block_s'] * 1000,
+        turn_deadline_ms: options['rollout.turn_deadline_s'] * 1000,
       }),
   };
 }

@@ -87,11 +87,9 @@ async function measureTurns(args: { seconds: number; stepMs: number; profile: bo
     launcher,
     spec: (index) => ({ id: `runner-${index}`, kind: 'runner', command: nodeCommand(FILE), options: {} }),
     generator,
-    tokenizer: () => {
-      throw new Error('Rollouts of this program ask no tokenizer');
-    },
+    tokenizer: { request: () => Promise.reject(new Error('Rollouts of this program ask no tokenizer')) },
     maxRestarts: 0,
-    hooks: { version: () => 0, event },
+    hooks: { version: () => 0, recorded: async () => {}, event },
   });
   const processes = Array.from({ length: ENGINE_PROCESSES }, (_, p) =>
     Array.from({ length: each }, (_, i) => p * each + i),

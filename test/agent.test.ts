@@ -6,86 +6,21 @@ import { join } from 'node:path';
 import { promisify } from 'node:util';
 import { afterAll, beforeAll, describe, expect, test } from 'vitest';
 import { loadAgent } from '../molt/agent.ts';
-import { Dispatch, type Job } from '../molt/dispatch.ts';
-import { Generator } from '../molt/generator.ts';
-import { nodeCommand } from '../molt/launch.ts';
-import { Tokenizer } from '../molt/tokenizer.ts';
+import type { Job } from '../molt/dispatch.ts';
 import type { Json, Rollout } from '../molt/types.ts';
 import { IM_END } from '../workers/simulated_model.ts';
-import { Cell, engineOptions, simulated } from './contract.ts';
+import { RolloutCell } from './rollouts.ts';
 
 const LIMIT_MS = 60_000;
 
-let cell: Cell;
-let generator: Generator;
-let dispatch: Dispatch;
-const events: string[] = [];
+let cell: RolloutCell;
+const run = (label: Json, over: Partial<Job['limits']> = {}, maxTokens = 8): Promise<Rollout> =>
+  cell.run(label, over, maxTokens);
 
 beforeAll(async () => {
-  cell = await Cell.open();
-  const [model] = await simulated.makeModels(cell.dir);
-  const simulatedCommand = nodeCommand('workers/simulated.ts');
-  const event = (name: string) => events.push(name);
-  const tokenizer = new Tokenizer({
-    launcher: cell.launcher,
-    spec: () => ({ id: 'tokenizer-0', kind: 'tokenizer', command: simulatedCommand, options: { model_path: model } }),
-    maxRestarts: 1,
-    event,
-  });
-  generator = new Generator({
-    launcher: cell.launcher,
-    spec: (index) => ({
-      id: `engine-${index}`,
-      kind: 'engine',
-      command: simulatedCommand,
-      options: engineOptions(simulated, model),
-    }),
-    maxRequests: 64,
-    maxRestarts: 1,
-    hooks: { join: async () => {}, event },
-  });
-  dispatch = new Dispatch({
-    launcher: cell.launcher,
-    spec: (index) => ({
-      id: `runner-${index}`,
-      kind: 'runner',
-      command: nodeCommand('molt/runner.ts'),
-      options: { agent_path: 'test/fixtures/agent_cases.ts', template_kwargs: {} },
-    }),
-    generator,
-    tokenizer,
-    maxRestarts: 4,
-    hooks: { version: () => 0, recorded: async () => {}, event },
-  });
-  await Promise.all([generator.startEngine(0), dispatch.startRunner(0)]);
+  cell = await RolloutCell.open({ agentPath: 'test/fixtures/agent_cases.ts', maxRestarts: 4 });
 }, LIMIT_MS);
-afterAll(async () => {
-  generator?.close();
-  dispatch?.close();
-  await cell?.close();
-});
-
-let count = 0;
-function run(label: Json, over: Partial<Job['limits']> = {}, maxTokens = 8): Promise<Rollout> {
-  const rolloutId = `r${count++}`;
-  return dispatch.run({
-    rolloutId,
-    groupId: rolloutId,
-    index: 0,
-    prompt: { source: 'test', epoch: 0, index: 0, input: 'hello', label, tools: null },
-    seed: count,
-    sampling: {
-      temperature: 1,
-      top_p: 1,
-      top_k: 0,
-      max_tokens: maxTokens,
-      seed: count,
-      stop: [],
-      stop_token_ids: [IM_END],
-    },
-    limits: { maxTurns: 4, maxTokens: 400, deadlineMs: 30_000, ...over },
-  });
-}
+afterAll(() => cell?.close());
 
 describe('a rollout', () => {
   test('of several turns adds up rewards, keeps the last info, and is one chain of exact tokens', async () => {
@@ -151,9 +86,9 @@ describe('a rollout', () => {
 
   test('can be cancelled, and comes back', async () => {
     const rollout = run('hangs');
-    const id = `r${count - 1}`;
+    const id = `r${cell.count - 1}`;
     await new Promise((resolve) => setTimeout(resolve, 50));
-    dispatch.cancel((job) => job.rolloutId === id, 'cancelled');
+    cell.dispatch.cancel((job) => job.rolloutId === id, 'cancelled');
     expect(await rollout).toMatchObject({ reason: 'cancelled', reward: null });
   });
 
@@ -189,7 +124,7 @@ test(
     expect(bad).toMatchObject({ reason: 'runner_lost', reward: null });
     // An innocent may share all three attempts with the culprit; what matters is that all end.
     for (const rollout of good) expect(['done', 'length', 'runner_lost']).toContain(rollout.reason);
-    expect(events).toContain('runner_lost');
+    expect(cell.events.map((event) => event.name)).toContain('runner_lost');
   },
   LIMIT_MS,
 );

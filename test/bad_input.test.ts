@@ -238,6 +238,16 @@ describe('an option', () => {
       /^--engine\.max_len 100: must be 0 or >= data\.max_len \(256\)$/,
     ),
     on(
+      'a turn that may outlast its rollout',
+      '--rollout.turn_deadline_s 600',
+      /^--rollout\.turn_deadline_s 600: has no effect: rollout\.deadline_s 600 ends the whole rollout before$/,
+    ),
+    on(
+      'a block that is longer than a silence',
+      '--rollout.block_s 60',
+      /^--rollout\.block_s 60: has no effect: a runner is killed when it is silent for launch\.silence_s 60$/,
+    ),
+    on(
       'vLLM, which is not there',
       '--engine.kind vllm',
       /^--actor\.model_name_or_path .*required/,
@@ -417,27 +427,27 @@ describe('an agent', () => {
     agent(
       'that goes on without an observation',
       `export class agent { reset() { return 'x'; } step() { return { reward: 0, done: false }; } }`,
-      /none of its first 64 rollouts .*step\(\) gave no observation with done false/,
+      /none of its first \d+ rollouts .*step\(\) gave no observation with done false/,
     ),
     agent(
       'whose step returns nonsense',
       `export class agent { reset() { return 'x'; } step() { return 'right'; } }`,
-      /^--train\.agent_path agents\/\w+\.ts: none of its first 64 rollouts ended with a reward: .*step\(\) returned "right", expected \{ reward, done, observation\? \}$/,
+      /^--train\.agent_path agents\/\w+\.ts: none of its first \d+ rollouts ended with a reward: .*step\(\) returned "right", expected \{ reward, done, observation\? \}$/,
     ),
     agent(
       'whose reward is no number',
       `export class agent { reset() { return 'x'; } step() { return { reward: '1', done: true }; } }`,
-      /none of its first 64 rollouts .*step\(\) returned reward "1", expected a finite number$/,
+      /none of its first \d+ rollouts .*step\(\) returned reward "1", expected a finite number$/,
     ),
     agent(
       'whose reset returns nothing',
       `export class agent { reset() { } step() { return { reward: 1, done: true }; } }`,
-      /none of its first 64 rollouts .*reset\(\) gave undefined, expected text or a list of messages/,
+      /none of its first \d+ rollouts .*reset\(\) gave undefined, expected text or a list of messages/,
     ),
     agent(
       'whose step throws',
       `export class agent {\n  reset() { return 'x'; }\n  step() { throw new Error('division by zero'); }\n}`,
-      /none of its first 64 rollouts .*agent_error: Error: division by zero \(agents\/whose_step_throws\.ts:3:\d+\)$/,
+      /none of its first \d+ rollouts .*agent_error: Error: division by zero \(agents\/whose_step_throws\.ts:3:\d+\)$/,
     ),
   ];
   for (const each of cases) check(each);

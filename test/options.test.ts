@@ -150,6 +150,11 @@ const CONSTANT_AGENT = file(
   'export const agent = () => ({ reset: () => "x", step: () => ({ reward: 0.25, done: true }) });',
 );
 const READ = [...FILE, '--train.agent_path', READING_AGENT];
+/** Holds the event loop for a second in its first rollout. */
+const SLOW_AGENT = file(
+  'slow.mjs',
+  'export const agent = () => ({ reset(t) { this.id = t.rolloutId; return "x"; }, step() { if (this.id === "g0-0") for (const end = Date.now() + 1000; Date.now() < end; ); return { reward: 1, done: true }; } });',
+);
 const QUARTER_FAILS = file(
   'quarter.mjs',
   'export const agent = () => ({ reset(t) { this.i = t.index; return "x"; }, step() { if (this.i === 3) throw new Error("third"); return { reward: this.i, done: true }; } });',
@@ -217,6 +222,8 @@ const EFFECTS: Record<OptionName, Effect> = {
   'rollout.max_new_tokens': { to: ['6'], also: SHORT, seen: 'numbers' },
   'rollout.max_turns': { to: ['2'], also: [...SHORT, '--data.prompt_dataset', NEVER_DONE], seen: 'numbers' },
   'rollout.deadline_s': { to: ['0.05'], also: [...SHORT, ...script({ latency_ms: { step: 20 } })], seen: 'exit' },
+  'rollout.turn_deadline_s': { to: ['0.05'], also: [...SHORT, ...script({ latency_ms: { step: 20 } })], seen: 'exit' },
+  'rollout.block_s': { to: ['0.2'], also: [...SHORT, '--train.agent_path', SLOW_AGENT], seen: 'numbers' },
   'rollout.num_runners': { to: ['2'], also: SHORT, seen: 'files' },
   'rollout.failed_members': {
     to: ['refill'],
