@@ -3,13 +3,13 @@
  * something a bug in the run could have written.
  */
 import { type ChildProcess, spawn } from 'node:child_process';
-import { cpSync, mkdtempSync, readdirSync, readFileSync, rmSync, writeFileSync } from 'node:fs';
+import { cpSync, mkdirSync, mkdtempSync, readdirSync, readFileSync, rmSync, writeFileSync } from 'node:fs';
 import { tmpdir } from 'node:os';
 import { join } from 'node:path';
 import { crc32 } from 'node:zlib';
 import { afterAll, beforeAll, describe, expect, test } from 'vitest';
 import { audit, type Invariant, Violation } from '../molt/audit.ts';
-import { Ledger, type LedgerArray, LedgerError, type LedgerEvent, readLedger } from '../molt/ledger.ts';
+import { Ledger, type LedgerArray, LedgerError, type LedgerEvent, type Place, readLedger } from '../molt/ledger.ts';
 
 const RECIPE = 'test/fixtures/recipe_simulated.ts';
 const LIMIT_MS = 180_000;
@@ -493,6 +493,23 @@ const DAMAGES: Record<string, Damage> = {
       return row;
     },
   },
+  'a group in flight that a resumed run forgot': {
+    of: 'killed',
+    invariant: 6,
+    says: /members [\d ]+ of group g\d+, which were in flight when the run was resumed: expected dispatched again, found forgotten/,
+    change: (rows) => {
+      const k = rows.findIndex(({ event }) => event.kind === 'dispatched' && event.attempt > 0);
+      const row = rows.splice(k, 1)[0] as Row<'dispatched'>;
+      return rows.find(
+        ({ event }, i) =>
+          i >= k &&
+          (event.kind === 'finished' ||
+            event.kind === 'batch' ||
+            (event.kind === 'dispatched' && event.attempt === 0)) &&
+          row.event.attempt > 0,
+      ) as Row;
+    },
+  },
   'a group that was never dispatched': {
     of: 'sync',
     invariant: 6,
@@ -838,6 +855,16 @@ const DAMAGES: Record<string, Damage> = {
       return rows.find((row) => row.event.kind === 'dispatched') as Row;
     },
   },
+  'metrics that tell another staleness': {
+    of: 'async',
+    invariant: 3,
+    says: /metric staleness_max: expected [12], found 0/,
+    change: (rows) => {
+      const row = ofKind(rows, 'batch').find((r) => r.event.metrics.staleness_max !== 0) as Row<'batch'>;
+      row.event.metrics = { ...row.event.metrics, staleness_max: 0 };
+      return row;
+    },
+  },
   'metrics that tell another version': {
     of: 'sync',
     invariant: 7,
@@ -900,7 +927,7 @@ describe('a run as it was', () => {
     expect(half.lines.join('\n')).toMatch(/[1-9]\d* in flight at the end/);
     const { counts, lines } = audit(join(dir, 'killed'));
     expect(counts).toMatchObject({ trained: 32, batches: 8 });
-    expect(counts.again + counts.refits).toBe(9);
+    expect([8, 9]).toContain(counts.again + counts.refits); // it may be killed between training and refit
     expect(counts.dispatched).toBe(counts.trained + counts.dropped);
     expect(lines.join('\n')).toContain(', 0 in flight at the end');
     expect(ofKind(rowsOf('killed'), 'dispatched').some(({ event }) => event.attempt === 1)).toBe(true);
@@ -952,32 +979,43 @@ describe('bytes', () => {
   const copyOf = (name: string, bytes: Uint8Array) => {
     const run = join(dir, 'bytes', name);
     rmSync(run, { recursive: true, force: true });
-    cpSync(join(dir, 'async'), run, { recursive: true });
+    mkdirSync(join(run, 'ledger'), { recursive: true });
     writeFileSync(join(run, 'ledger', '000001.bin'), bytes);
     return run;
   };
   const original = () => readFileSync(join(dir, 'async', 'ledger', '000001.bin'));
 
-  test('that are flipped in the middle are an error with file and byte, no matter which', () => {
-    const bytes = original();
-    const last = [...readLedger(join(dir, 'async'))].at(-1)?.place.offset as number;
-    for (let at = 3; at < last; at += Math.ceil(last / 100)) {
-      const flipped = Uint8Array.from(bytes);
-      flipped[at] = (flipped[at] as number) ^ 4;
-      expect(() => audit(copyOf('flipped', flipped))).toThrow(LedgerError);
-      expect(() => audit(copyOf('flipped', flipped))).toThrow(/000001\.bin, byte \d+: damaged record/);
-    }
-  });
+  test(
+    'that are flipped in the middle are an error with file and byte, no matter which',
+    () => {
+      const bytes = original();
+      const last = [...readLedger(join(dir, 'async'))].at(-1)?.place.offset as number;
+      for (let at = 3; at < last; at += Math.ceil(last / 50)) {
+        const flipped = Uint8Array.from(bytes);
+        flipped[at] = (flipped[at] as number) ^ 4;
+        const run = copyOf('flipped', flipped);
+        expect(() => audit(run)).toThrow(LedgerError);
+        expect(() => audit(run)).toThrow(/000001\.bin, byte \d+: damaged record/);
+      }
+    },
+    LIMIT_MS,
+  );
 
-  test('that are torn off the last record, at any of them, are told and no violation', () => {
-    const bytes = original();
-    const last = [...readLedger(join(dir, 'async'))].at(-1)?.place;
-    if (!last) throw new Error('The ledger is empty');
-    for (let end = last.offset + 1; end < bytes.length; end++) {
-      const { lines } = audit(copyOf('torn', bytes.subarray(0, end)));
-      expect(lines.at(-1)).toContain(`ends with a torn record: ${end - last.offset} bytes from byte ${last.offset} on`);
-    }
-  });
+  test(
+    'that are torn off the last record, at any of them, are told and no violation',
+    () => {
+      const bytes = original();
+      const last = [...readLedger(join(dir, 'async'))].at(-1)?.place;
+      if (!last) throw new Error('The ledger is empty');
+      for (let end = last.offset + 1; end < bytes.length; end++) {
+        const { lines } = audit(copyOf('torn', bytes.subarray(0, end)));
+        expect(lines.at(-1)).toContain(
+          `ends with a torn record: ${end - last.offset} bytes from byte ${last.offset} on`,
+        );
+      }
+    },
+    LIMIT_MS,
+  );
 
   test(
     'that are torn off are survived by --resume, wherever the run was',
@@ -985,11 +1023,13 @@ describe('bytes', () => {
       const path = join(dir, 'unfinished', 'ledger', '000001.bin');
       const bytes = readFileSync(path);
       const entries = [...readLedger(join(dir, 'unfinished'), () => {})];
-      const placeOf = (kind: string) => entries.findLast(({ event }) => event.kind === kind)?.place;
-      const ends = ['finished', 'batch', 'refit'].map((kind, i) => {
-        const place = placeOf(kind);
-        if (!place) throw new Error(`No ${kind} in the ledger`);
-        return place.offset + [1, Math.floor(place.bytes / 2), place.bytes - 1][i]!;
+      // What a checkpoint covers is on the disk before it; a crash may cut whatever came later.
+      const covered = entries.findLastIndex(({ event }) => event.kind === 'checkpoint');
+      const later = entries.slice(covered + 1).map(({ place }) => place);
+      expect(later.length).toBeGreaterThan(10);
+      const ends = [0.3, 0.6, 1].map((share, i) => {
+        const { offset, bytes: length } = later[Math.floor(share * (later.length - 1))] as Place;
+        return offset + ([1, Math.floor(length / 2), length - 1][i] as number);
       });
       for (const [i, end] of ends.entries()) {
         cpSync(join(dir, 'unfinished'), join(dir, `cut-${i}`), { recursive: true });
