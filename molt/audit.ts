@@ -282,7 +282,7 @@ function bytesOf({ buffer, byteOffset, byteLength }: Int32Array | Float32Array):
 interface Group {
   dispatched: Of<'dispatched'>; // the newest time
   life: number; // of the process that dispatched it
-  readonly isTakenUp: boolean; // it was in flight when a later process took over
+  readonly firstLife: number; // of the one that did so first
   readonly ended: Map<number, Member>; // by index: the last one that finished
   readonly running: Map<number, string>; // by index: id of the rollout that may finish next
 }
@@ -322,6 +322,7 @@ export class Audit {
   #step = 0; // newest step record
   #mayRefitAgain = false; // a process has taken over
   #mustRefitAgain = false; // and its engines have not got the weights
+  #mustTakeUp = false; // nor has it begun anything: groups in flight come first
 
   get #isPruned(): boolean {
     return this.#first > 1;
@@ -372,15 +373,11 @@ export class Audit {
   end(): void {
     const steps = this.#options['train.num_steps'];
     if (!this.#last || typeof steps !== 'number' || this.#step < steps) return;
-    for (const [groupId, { isTakenUp }] of this.#open)
-      if (!isTakenUp)
-        mustBe(
-          this.#last,
-          6,
-          `fate of group ${groupId} when all ${steps} steps were done`,
-          'none',
-          'trained or dropped',
-        );
+    for (const [groupId, { firstLife }] of this.#open) {
+      if (firstLife < this.#life) continue; // what an earlier process left may be more than the steps that were left could train
+      const what = `fate of group ${groupId} when all ${steps} steps were done`;
+      mustBe(this.#last, 6, what, 'none', 'trained or dropped');
+    }
   }
 
   /** One for each invariant. */
@@ -431,6 +428,7 @@ export class Audit {
     const isOff = options['algo.advantage.is_correction_level'] === 'off';
     if (isOff && (staleness !== 0 || options['train.partial_rollout_enable'] === true))
       mustBe(entry, 3, `importance correction with train.max_staleness ${show(staleness)}`, 'off', 'on');
+    if (!isRepeated) this.#mustTakeUp = true;
     if (!isRepeated && this.#batch > 0) {
       this.#mayRefitAgain = true;
       this.#mustRefitAgain = this.#life >= 0; // else it may be the same process, whose first records are gone
@@ -448,7 +446,8 @@ export class Audit {
     const isSynchronous = this.#options['train.max_staleness'] === 0;
     const newest = this.#version + (isSynchronous && attempt === 0 ? 1 : 0); // its turns may be held until the refit
     if (!(version >= 0 && version <= newest)) mustBe(entry, 3, 'version', version, `0 to ${newest}`);
-    if (attempt > 0) return this.#onDispatchedAgain(entry, event, all);
+    if (attempt > 0) return this.#onDispatchedAgain(entry, event);
+    this.#mustHaveTakenUp(entry);
     const number = numberOf(entry, groupId);
     if (this.#open.has(groupId)) mustBe(entry, 6, `dispatches of ${groupId} as attempt 0`, 2, 1);
     if (this.#firstGroup === null) this.#firstGroup = this.#nextGroup = this.#isPruned ? number : 0;
@@ -460,7 +459,7 @@ export class Audit {
     this.#onPrompt(entry, event);
     this.counts.dispatched++;
     const running = new Map(all.map((index) => [index, `${groupId}-${index}`]));
-    this.#open.set(groupId, { dispatched: event, life: this.#life, isTakenUp: false, ended: new Map(), running });
+    this.#open.set(groupId, { dispatched: event, life: this.#life, firstLife: this.#life, ended: new Map(), running });
   }
 
   /** Every prompt of a source once in an epoch; epochs follow each other. */
@@ -476,25 +475,37 @@ export class Audit {
   }
 
   /** What had not finished when a process ended, by the next one. */
-  #onDispatchedAgain(entry: Entry, event: Of<'dispatched'>, all: readonly number[]): void {
+  #onDispatchedAgain(entry: Entry, event: Of<'dispatched'>): void {
     const { groupId, attempt, members } = event;
     const group = this.#groupOf(entry, groupId);
-    if (!group) throw new Violation(6, entry, 'an earlier dispatch: expected one in the ledger, found none');
+    if (!group) return; // its first dispatch is from before the ledger
     const before = group.dispatched;
     if (group.life === this.#life) mustBe(entry, 6, `dispatches of ${groupId} by one process`, 2, 1);
     mustBe(entry, 6, 'attempt', attempt, before.attempt + 1);
     for (const key of ['source', 'epoch', 'index', 'hash', 'size'] as const)
       mustBe(entry, 6, key, event[key], before[key]);
-    const missing = all.filter((index) => group.ended.get(index)?.isCancelled ?? true);
-    mustBe(entry, 6, 'members that had not finished', members.join(' '), missing.join(' '));
+    mustBe(entry, 6, 'members that had not finished', members.join(' '), missingOf(group).join(' '));
     const oldest = Math.min(this.#version, ...[...group.ended.values()].map((member) => member.oldest));
     if (event.version > oldest) mustBe(entry, 3, 'version', event.version, `at most ${oldest}, of its oldest token`);
     const running = new Map(members.map((index) => [index, `${groupId}-${index}`]));
-    this.#open.set(groupId, { ...group, dispatched: event, life: this.#life, isTakenUp: true, running });
+    this.#open.set(groupId, { ...group, dispatched: event, life: this.#life, running });
+  }
+
+  /** A process goes on with everything that was in flight before it begins anything. */
+  #mustHaveTakenUp(entry: Entry): void {
+    if (!this.#mustTakeUp) return;
+    this.#mustTakeUp = false;
+    for (const [groupId, group] of this.#open) {
+      const missing = missingOf(group);
+      if (group.life === this.#life || missing.length === 0) continue;
+      const what = `members ${missing.join(' ')} of group ${groupId}, which were in flight when the run was resumed`;
+      mustBe(entry, 6, what, 'forgotten', 'dispatched again');
+    }
   }
 
   #onFinished(entry: Entry, event: Of<'finished'>): void {
     this.#mustHaveBegun(entry);
+    this.#mustHaveTakenUp(entry);
     const { groupId, rolloutId, index } = event;
     const number = numberOf(entry, groupId);
     const isDropped = this.#fate[number] === -1; // it was cancelled, or ended with it
@@ -553,6 +564,7 @@ export class Audit {
 
   #onBatch(entry: Entry, event: Of<'batch'>): void {
     this.#mustHaveBegun(entry);
+    this.#mustHaveTakenUp(entry);
     const { step, version, groups, rollouts } = event;
     mustBe(entry, 6, 'step', step, this.#batch + 1);
     mustBe(entry, 7, 'step of the refit before it', this.#refitted, this.#batch);
@@ -583,24 +595,27 @@ export class Audit {
         mustBe(entry, 6, `rollout ${i} of its groups, in order`, rollouts[i], members[i]?.rolloutId);
       this.#checkCredit(entry, event, members);
     }
-    this.#checkVersions(entry, version, members);
+    const staleness = this.#checkVersions(entry, version, members);
+    const told = event.metrics.staleness_max;
+    if (given === 0 && told !== undefined) mustBe(entry, 3, 'metric staleness_max', told, staleness);
     this.counts.trainedRollouts += rollouts.length;
   }
 
-  #checkVersions(entry: Entry, version: number, members: readonly Member[]): void {
+  /** Returns the largest staleness. */
+  #checkVersions(entry: Entry, version: number, members: readonly Member[]): number {
     const bound = this.#options['train.max_staleness'] as number;
-    let mixed = false;
+    let largest = 0;
     for (const { rolloutId, oldest } of members) {
-      if (!Number.isFinite(oldest)) continue;
       const staleness = version - oldest;
       if (staleness > bound) mustBe(entry, 3, `staleness of rollout ${rolloutId}`, staleness, `at most ${bound}`);
-      this.counts.staleness = Math.max(this.counts.staleness, staleness);
-      mixed ||= staleness > 0;
+      largest = Math.max(largest, staleness);
     }
-    if (!mixed) return;
+    this.counts.staleness = Math.max(this.counts.staleness, largest);
+    if (largest === 0) return 0;
     this.counts.mixed++;
     if (this.#options['algo.advantage.is_correction_level'] === 'off')
       mustBe(entry, 3, 'importance correction of a batch with tokens of older versions', 'off', 'on');
+    return largest;
   }
 
   #checkCredit(entry: Entry, event: Of<'batch'>, members: readonly Member[]): void {
@@ -675,6 +690,12 @@ export class Audit {
 function numberOf(entry: Entry, groupId: string): number {
   if (!/^g\d+$/.test(groupId)) mustBe(entry, 6, 'id of a group', groupId, 'g and a number');
   return Number(groupId.slice(1));
+}
+
+/** Members that have not finished, or were cancelled, which is the same to a process that goes on. */
+function missingOf({ dispatched, ended }: Group): number[] {
+  const all = Array.from({ length: dispatched.size }, (_, index) => index);
+  return all.filter((index) => ended.get(index)?.isCancelled ?? true);
 }
 
 /** Members of a group that is trained, in order. */

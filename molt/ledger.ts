@@ -35,7 +35,7 @@ import { fileURLToPath } from 'node:url';
 import { crc32 } from 'node:zlib';
 import { Packr } from 'msgpackr';
 import type { Position } from './data.ts';
-import type { DropReason, EndReason, Json, Proof } from './types.ts';
+import type { DropReason, Json, Rollout } from './types.ts';
 
 export const SCHEMA = 1;
 const SEGMENT_BYTES = 64 * 1024 * 1024;
@@ -44,99 +44,72 @@ const SLICE_BYTES = 4 * 1024 * 1024; // checksummed in one stretch
 
 type Metrics = Readonly<Record<string, number | null>>;
 
-export type LedgerEvent =
+export type LedgerEvent = Readonly<
   /** First of a segment, with the newest `meta` behind it: what is needed of the ones before it. */
+  | { kind: 'segment'; schema: number; number: number; step: number; version: number }
   | {
-      readonly kind: 'segment';
-      readonly schema: number;
-      readonly number: number;
-      readonly step: number;
-      readonly version: number;
+      kind: 'meta';
+      life: number; // processes that wrote here before
+      options: Json;
+      dataHash: string;
+      resumedAt: number; // step of the checkpoint
     }
   | {
-      readonly kind: 'meta';
-      readonly life: number; // processes that wrote here before
-      readonly options: Json;
-      readonly dataHash: string;
-      readonly resumedAt: number; // step of the checkpoint
-    }
-  | {
-      readonly kind: 'dispatched';
-      readonly groupId: string;
-      readonly source: string;
-      readonly epoch: number;
-      readonly index: number;
-      readonly hash: string; // of the prompt
-      readonly version: number;
-      readonly attempt: number; // 0 = first; a resumed run dispatches what was in flight once more
-      readonly members: readonly number[]; // rollouts that are to run
-      readonly size: number; // members of the whole group
-      readonly lanes: Position['lanes']; // of the data, behind this prompt
+      kind: 'dispatched';
+      groupId: string;
+      source: string;
+      epoch: number;
+      index: number;
+      hash: string; // of the prompt
+      version: number;
+      attempt: number; // 0 = first; a resumed run dispatches what was in flight once more
+      members: readonly number[]; // rollouts that are to run
+      size: number; // members of the whole group
+      lanes: Position['lanes']; // of the data, behind this prompt
     }
   /** arrays: lengths, ids, loss_mask, logprobs, versions, turns (flat over trajectories), spans (6 numbers each) */
+  | ({ kind: 'finished' } & Omit<Rollout, 'trajectories'>)
   | {
-      readonly kind: 'finished';
-      readonly rolloutId: string;
-      readonly groupId: string;
-      readonly index: number;
-      readonly attempt: number;
-      readonly reason: EndReason;
-      readonly detail: string | null;
-      readonly reward: number | null;
-      readonly score: number | null;
-      readonly truncated: boolean;
-      readonly info: Readonly<Record<string, number>>;
-      readonly turns: number;
-      readonly dispatchedVersion: number;
-      readonly proofs: readonly Proof[];
+      kind: 'prompt_dropped'; // before it was dispatched
+      split: 'train' | 'heldout';
+      source: string;
+      epoch: number;
+      index: number;
+      reason: 'prompt_too_long' | 'prompt_unrenderable';
+      detail: number | string; // tokens, or the error of the chat template
     }
-  | {
-      readonly kind: 'prompt_dropped'; // before it was dispatched
-      readonly split: 'train' | 'heldout';
-      readonly source: string;
-      readonly epoch: number;
-      readonly index: number;
-      readonly reason: 'prompt_too_long' | 'prompt_unrenderable';
-      readonly detail: number | string; // tokens, or the error of the chat template
-    }
-  | { readonly kind: 'dropped'; readonly groupId: string; readonly reason: DropReason }
+  | { kind: 'dropped'; groupId: string; reason: DropReason }
   /** arrays: advantages (of trained tokens, one for a whole sample where all are equal), counts (1, or one per token) */
   | {
-      readonly kind: 'batch';
-      readonly step: number;
-      readonly version: number;
-      readonly groups: readonly string[];
-      readonly rollouts: readonly string[]; // all of their trajectories are samples, in order
-      readonly sent: readonly number[]; // samples with credit, which the trainer gets
-      readonly denominator: number;
-      readonly lr: number;
-      readonly metrics: Metrics; // what was known before it was trained
+      kind: 'batch';
+      step: number;
+      version: number;
+      groups: readonly string[];
+      rollouts: readonly string[]; // all of their trajectories are samples, in order
+      sent: readonly number[]; // samples with credit, which the trainer gets
+      denominator: number;
+      lr: number;
+      metrics: Metrics; // what was known before it was trained
     }
-  | { readonly kind: 'step'; readonly step: number; readonly metrics: Metrics }
+  | { kind: 'step'; step: number; metrics: Metrics }
   | {
-      readonly kind: 'refit';
-      readonly version: number;
-      readonly step: number;
-      readonly engine: string; // that verified it first
-      readonly of: number; // engines that were asked to take it
-      readonly checksum: number; // of all tensors, in order
-      readonly bytes: number;
-      readonly again: boolean; // of a version that was declared before: after a resume
+      kind: 'refit';
+      version: number;
+      step: number;
+      engine: string; // that verified it first
+      of: number; // engines that were asked to take it
+      checksum: number; // of all tensors, in order
+      bytes: number;
+      again: boolean; // of a version that was declared before: after a resume
     }
-  | {
-      readonly kind: 'evaluated';
-      readonly rolloutId: string;
-      readonly attempt: number;
-      readonly reason: EndReason;
-      readonly detail: string | null;
-      readonly reward: number | null;
-      readonly score: number | null;
-      readonly turns: number;
-      readonly tokens: number;
-    }
-  | { readonly kind: 'eval'; readonly step: number; readonly version: number; readonly metrics: Metrics }
-  | { readonly kind: 'checkpoint'; readonly step: number; readonly path: string }
-  | { readonly kind: 'event'; readonly name: string; readonly detail: Readonly<Record<string, string | number>> };
+  | ({ kind: 'evaluated'; tokens: number } & Pick<
+      Rollout,
+      'rolloutId' | 'attempt' | 'reason' | 'detail' | 'reward' | 'score' | 'turns'
+    >)
+  | { kind: 'eval'; step: number; version: number; metrics: Metrics }
+  | { kind: 'checkpoint'; step: number; path: string }
+  | { kind: 'event'; name: string; detail: Readonly<Record<string, string | number>> }
+>;
 
 export type LedgerArray = Uint8Array | Int32Array | Float32Array;
 export type LedgerArrays = Readonly<Record<string, LedgerArray>>;
