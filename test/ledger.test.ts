@@ -163,7 +163,7 @@ const EVERY_KIND: readonly { event: LedgerEvent; arrays: LedgerArrays }[] = [
       kind: 'refit',
       version: 1,
       step: 1,
-      engines: 1,
+      engine: 'engine-0',
       of: 2,
       checksum: 0xfffffffe,
       bytes: 2 ** 40,
