@@ -340,6 +340,10 @@ async function train(args: Context): Promise<void> {
     await evaluateNow(true);
     failures.check();
   }
+  const isEvaluatedAfter = (n: number) => options['eval.steps'] > 0 && n % options['eval.steps'] === 0 && n < numSteps;
+  // The process before this one ended in the evaluation of its last step.
+  if (history && step > 0 && isEvaluatedAfter(step) && !history.evals.some((e) => e.step === step))
+    await evaluateNow(false);
 
   // Steps
   const lag = monitorEventLoopDelay({ resolution: 10 });
@@ -360,8 +364,7 @@ async function train(args: Context): Promise<void> {
     handedOver = generated;
     // The next batch begins while this one is trained: agents make their prompts, which are rendered. In a synchronous run
     // sampling waits for the refit.
-    const isEvaluated = options['eval.steps'] > 0 && (step + 1) % options['eval.steps'] === 0;
-    if (isSynchronous && !isEvaluated && !stopper.signal) {
+    if (isSynchronous && !isEvaluatedAfter(step + 1) && !stopper.signal) {
       generator.hold();
       pool.admitHeld();
     }
@@ -444,7 +447,7 @@ async function train(args: Context): Promise<void> {
     }
 
     if (options['ckpt.save_steps'] > 0 && step % options['ckpt.save_steps'] === 0) await checkpoint();
-    if (options['eval.steps'] > 0 && step % options['eval.steps'] === 0 && step < numSteps && !stopper.signal) {
+    if (isEvaluatedAfter(step) && !stopper.signal) {
       watchdog.waitsFor = `the evaluation after step ${step}`;
       evaluating = evaluateNow(false);
       if (isSynchronous) await evaluating;
