@@ -36,7 +36,6 @@ export class Pool {
   readonly #args: PoolArgs;
   #dispatched = 0; // groups ever, which numbers them
   #pumping = false;
-  #pumpAgain = false;
   #isDraining = false;
   #isStopped = false;
   #error: Error | null = null;
@@ -84,31 +83,29 @@ export class Pool {
 
   /** Admit what there is room for. Returns at once; prompts may have to be measured first. */
   #pump(): void {
-    this.#pumpAgain = this.#pumping; // what has changed since it looked must not be missed
     if (this.#pumping) return;
     this.#pumping = true;
-    this.#admit()
-      .catch((error: Error) => {
-        this.#error = error;
-        this.#wake();
-      })
-      .finally(() => {
-        this.#pumping = false;
-        if (this.#pumpAgain && !this.#error) this.#pump();
-      });
+    void this.#admit(); // handles its own errors
   }
 
   async #admit(): Promise<void> {
     const { buffer, stream, version } = this.#args;
-    while (buffer.capacity > 0 && !this.#isDraining && !this.#isStopped) {
-      if (!stream.isAhead(buffer.capacity)) {
-        await stream.ahead(buffer.capacity);
-        continue; // rollouts may have ended meanwhile
+    try {
+      while (buffer.capacity > 0 && !this.#isDraining && !this.#isStopped) {
+        if (!stream.isAhead(buffer.capacity)) {
+          await stream.ahead(buffer.capacity);
+          continue; // rollouts may have ended meanwhile
+        }
+        if (!this.#next(version(), false)) return;
       }
-      if (!this.#next(version(), false)) return;
+      // Meanwhile, for what comes then; it comes upon the error again.
+      stream.ahead(2 * buffer.progress.want).catch(() => {});
+    } catch (error) {
+      this.#error = error as Error;
+      this.#wake();
+    } finally {
+      this.#pumping = false; // in the turn that looked last: a place that is freed right after it must be seen
     }
-    // Meanwhile, for what comes then; it comes upon the error again.
-    stream.ahead(2 * this.#args.buffer.progress.want).catch(() => {});
   }
 
   /** Groups of the next batch while this one is trained; the caller holds their turns until the refit. */
@@ -225,8 +222,9 @@ export class Pool {
       for (const { groupId, verdict } of buffer.dropStale(version())) this.#decided(groupId, verdict);
       if (buffer.isReady(version())) return buffer.take(version());
       if (buffer.isDone) return null;
+      const happening = this.#happening(); // the pump may find that there are no more prompts, at once
       this.#pump();
-      await this.#happening();
+      await happening;
     }
   }
 

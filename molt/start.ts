@@ -143,7 +143,8 @@ function recall(runDir: string, from: Checkpoint | null, stream: PromptStream): 
     const history = readHistory(entries, from?.state.step ?? 0);
     const start = from?.state.data ?? { ...stream.position, ...(history.dataHash && { sha256: history.dataHash }) };
     stream.restore({ ...start, lanes: history.lanes ?? start.lanes });
-    return history;
+    // Where the segments that told of the last groups are deleted, the checkpoint knows how they were numbered.
+    return { ...history, dispatched: Math.max(history.dispatched, from?.state.dispatched ?? 0) };
   } catch (error) {
     if (!(error instanceof LedgerError)) throw error;
     const good = from ? `step ${from.state.step} (${from.path})` : 'none';

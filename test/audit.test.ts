@@ -59,7 +59,7 @@ interface Started {
   readonly out: () => string;
 }
 function start(name: string, ...args: string[]): Started {
-  const prompts = name === 'sync' ? [] : ['--data.prompt_dataset', join(dir, 'mixed.jsonl')];
+  const prompts = name === 'sync' || name === 'pruned' ? [] : ['--data.prompt_dataset', join(dir, 'mixed.jsonl')];
   const child = spawn(
     process.execPath,
     ['--import', 'tsx', 'molt/loop.ts', RECIPE, '--run.dir', join(dir, name), ...prompts, ...args],
@@ -951,6 +951,27 @@ describe('a run as it was', () => {
     LIMIT_MS,
   );
 });
+
+test(
+  'a resumed run deletes the segments that its checkpoint covers, goes on, and passes with what came before as given',
+  async () => {
+    const few = ['--eval.dataset', 'none', '--run.ledger_gb', '0', '--ckpt.save_steps', '1', '--ckpt.max_num', '1'];
+    await done(start('pruned', ...few, '--train.num_steps', '2'));
+    await done(start('pruned', ...few, '--resume', '--train.num_steps', '4'));
+    expect(readdirSync(join(dir, 'pruned', 'ledger'))).toEqual(['000002.bin']);
+    expect(audit(join(dir, 'pruned')).lines.at(-1)).toContain('begins with segment 2');
+    await done(start('pruned', ...few, '--resume', '--train.num_steps', '5'));
+    const { counts } = audit(join(dir, 'pruned'));
+    expect(counts).toMatchObject({ trained: 4, batches: 1 });
+    expect(ofKind(rowsOf('pruned'), 'dispatched').map(({ event }) => event.groupId)).toEqual([
+      'g16',
+      'g17',
+      'g18',
+      'g19',
+    ]);
+  },
+  LIMIT_MS,
+);
 
 describe('a damage is found and named with its record:', () => {
   test.each(Object.entries(DAMAGES))('%s', async (_, { of, invariant, says, change }) => {
