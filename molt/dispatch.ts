@@ -71,6 +71,7 @@ export class Dispatch {
   readonly #maxRestarts: number;
   readonly #runners = new Map<number, Worker>();
   readonly #running = new Map<string, Running>();
+  readonly #load = new Map<Worker, number>(); // rollouts of each runner
   readonly #restarts = new Map<number, number>(); // by runner index, those that count against maxRestarts
   #numRestarts = 0; // all
   #starting = 0; // restarts under way
@@ -174,8 +175,10 @@ export class Dispatch {
 
   /** End running rollouts whose id passes; they come back as `cancelled`. */
   cancel(matches: (job: Job) => boolean, reason: EndReason): void {
-    for (const { job, attempt, runner } of this.#running.values()) {
-      if (runner && matches(job)) runner.peer.send('cancel_rollout', { rollout_id: job.rolloutId, attempt, reason });
+    for (const running of [...this.#running.values()].filter(({ job }) => matches(job))) {
+      const { job, attempt, runner } = running;
+      if (runner) runner.peer.send('cancel_rollout', { rollout_id: job.rolloutId, attempt, reason });
+      else this.#finish(running, failed(running, 'cancelled', 'while it waited for a runner'));
     }
   }
 
@@ -186,6 +189,7 @@ export class Dispatch {
   #start(running: Running): void {
     const runner = this.#leastLoaded();
     running.runner = runner;
+    if (runner) this.#load.set(runner, (this.#load.get(runner) ?? 0) + 1);
     if (!runner) return; // one is being started; startRunner begins what waits
     const { job } = running;
     const { maxTurns, maxTokens, deadlineMs } = job.limits;
@@ -209,11 +213,9 @@ export class Dispatch {
   }
 
   #leastLoaded(): Worker | null {
-    const load = new Map([...this.#runners.values()].map((worker) => [worker, 0]));
-    for (const { runner } of this.#running.values()) if (runner) load.set(runner, (load.get(runner) ?? 0) + 1);
     let best: Worker | null = null;
     for (const worker of this.#runners.values())
-      if (!best || (load.get(worker) ?? 0) < (load.get(best) ?? 0)) best = worker;
+      if (!best || (this.#load.get(worker) ?? 0) < (this.#load.get(best) ?? 0)) best = worker;
     return best;
   }
 
@@ -260,6 +262,8 @@ export class Dispatch {
 
   #finish(running: Running, rollout: Rollout): void {
     if (!this.#running.delete(running.job.rolloutId)) return;
+    const { runner } = running;
+    if (runner && this.#load.has(runner)) this.#load.set(runner, (this.#load.get(runner) as number) - 1);
     this.activity++;
     this.#generator.forget(running.job.rolloutId);
     running.resolve(rollout);
@@ -267,6 +271,7 @@ export class Dispatch {
 
   #onLost(index: number, worker: Worker, reason: Error): void {
     this.#runners.delete(index);
+    this.#load.delete(worker);
     if (this.#closed) return;
     const orphans = [...this.#running.values()].filter((running) => running.runner === worker);
     const blocked = readBlocked(logTail(worker, BLOCKED_LINES));
