@@ -80,8 +80,22 @@ const CHECKS: readonly Check[] = [
     options: ['algo.dynamic_filtering_range'],
     problem: (o) => {
       const [low, high] = o['algo.dynamic_filtering_range'];
-      return low < high ? null : `the lower end ${low} must be below the upper end ${high}`;
+      return low < high ? null : 'the first number must be < the second';
     },
+  },
+  {
+    options: ['train.late', 'train.batch_order'],
+    problem: (o) =>
+      o['train.late'] === 'drop' && o['train.batch_order'] === 'dispatch_order'
+        ? 'has no effect: --train.batch_order dispatch_order waits for the oldest groups by itself'
+        : null,
+  },
+  {
+    options: ['refit.cache', 'engine.kind'],
+    problem: (o) =>
+      o['refit.cache'] === 'keep' && o['engine.kind'] === 'simulated'
+        ? 'has no effect: simulated engines keep no keys and values'
+        : null,
   },
   {
     options: ['run.replay', 'run.resume'],

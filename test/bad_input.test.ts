@@ -254,15 +254,26 @@ describe('an option', () => {
       /^--engine\.kind vllm: not available in this version/,
     ),
     on(
-      'asynchrony, which is not there',
+      'older versions without correction',
       '--train.max_staleness 1',
-      /^--train\.max_staleness 1: asynchronous training is not available/,
+      /^--train\.max_staleness 1: tokens of older versions need importance correction/,
     ),
     on(
-      'partial rollout without correction',
+      'partial rollout without anything to overlap',
       '--train.partial_rollout_enable',
-      /^--train\.partial_rollout_enable true: needs importance correction .*not available/,
+      /^--train\.partial_rollout_enable true: has no effect; it has one only when train\.max_staleness is not 0/,
     ),
+    on(
+      'a band that holds nothing',
+      '--algo.dynamic_filtering_enable --algo.dynamic_filtering_range 1 0',
+      /^--algo\.dynamic_filtering_range 1 0: the first number must be < the second/,
+    ),
+    on(
+      'epochs of weighted sources',
+      '--data.num_epochs 1 --data.prompt_dataset a.jsonl,b.jsonl --data.prompt_probs 1,1',
+      /^--data\.num_epochs 1: an epoch is not defined/,
+    ),
+    on('replay of nothing', '--replay nowhere', /^--run\.replay nowhere: no ledger in nowhere$/),
     on('resume without a run', '--resume', /^--run\.resume true: needs --run\.dir/),
     on(
       'resume of nothing',

@@ -308,7 +308,7 @@ describe('refusing', () => {
     ['a pair out of range', ['--actor.adam.betas', '0.9', '1'], /must be two numbers >= 0 and < 1$/],
     ['a switch that is neither', ['--data.shuffle', 'yes'], /^--data\.shuffle yes: must be true or false$/],
     ['a switch that is neither, written with =', ['--data.shuffle=no'], /^--data\.shuffle no: must be true or false$/],
-    ['asynchronous training', ['--train.max_staleness', '1'], /asynchronous training is not available/],
+    ['old tokens without correction', ['--train.max_staleness', '1'], /need importance correction/],
     ['vllm', ['--engine.kind', 'vllm'], /^--engine\.kind vllm: not available/],
     [
       'a group of one under a group estimator',
