@@ -25,6 +25,12 @@ step python-lint $python -m ruff check --config workers/pyproject.toml workers t
 step python-types $python -m pyright --project workers/pyproject.toml
 
 echo '---- vitest'
+# Simulated workers start by the hundred: from one file each, without tsx, that takes a third of the time.
+if node_modules/.bin/esbuild workers/simulated.ts --bundle --platform=node --format=esm --packages=external \
+  --log-level=warning --outfile=.cache/bundles/workers-simulated.ts.mjs; then
+  MOLT_BUNDLES=$PWD/.cache/bundles
+  export MOLT_BUNDLES
+fi
 # Two files at a time even on two cores: most of their time they wait for processes to start.
 npx vitest run --testTimeout=60000 --maxWorkers="$(node -p 'Math.max(2, os.availableParallelism() - 1)')" --reporter=default --reporter=json --outputFile.json="$work/vitest.json"
 vitest_status=$?

@@ -257,7 +257,7 @@ describe('logs and commands', () => {
     );
     await worker.peer.lost;
     expect(logTail(worker, 1)).toBe('42');
-    expect(nodeCommand('workers/simulated.ts').at(-1)).toMatch(/^\/.*workers\/simulated\.ts$/);
+    expect(nodeCommand('molt/runner.ts').at(-1)).toMatch(/^\/.*molt\/runner\.ts$/);
   });
 
   test('pythonCommand prefers what it is told, then MOLT_PYTHON', () => {

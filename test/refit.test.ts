@@ -118,6 +118,8 @@ describe.each([simulated, torch])('refit with $name workers', (kind: Kind) => {
   afterAll(() => cell?.close());
 
   const open = (name: string, more?: Opened) => openRefit(cell, kind, model, name, more);
+  // A torch engine and trainer take seconds to start: what is the controller's work alone is shown on simulated ones.
+  const isCheap = kind === simulated;
 
   test(
     'raises the version by one and leaves engine and trainer with the same logprobs, three times running',
@@ -138,8 +140,8 @@ describe.each([simulated, torch])('refit with $name workers', (kind: Kind) => {
     kind.startMs,
   );
 
-  test.each([
-    ['one flipped bit', BYTES],
+  test.each<readonly [string, Damage]>([
+    ...(isCheap ? [['one flipped bit', BYTES] as const] : []),
     ['a transposed matrix with a matching checksum', LAYOUT],
   ])(
     'refuses %s: the engine is killed and a new one serves sound weights',
@@ -194,7 +196,7 @@ describe.each([simulated, torch])('refit with $name workers', (kind: Kind) => {
     kind.startMs,
   );
 
-  test(
+  test.runIf(isCheap)(
     'an engine that hangs is killed after the deadline, the other does not wait for it, and its requests go on there',
     async () => {
       const { refit, train, generator, events, close } = await open('hung', { numEngines: 2, deadlineMs: 3000 });
@@ -225,7 +227,7 @@ describe.each([simulated, torch])('refit with $name workers', (kind: Kind) => {
     kind.startMs,
   );
 
-  test(
+  test.runIf(isCheap)(
     'an engine killed between refits comes back with the current version',
     async () => {
       const { refit, train, generator, close } = await open('killed');
