@@ -38,7 +38,7 @@ describe('the numbers of a step', () => {
     });
   });
 
-  test('staleness is over trained tokens', () => {
+  test('staleness is over trained tokens', async () => {
     const trajectory = { lossMask: [0, 1, 1, 1, 0], versions: [-1, 5, 5, 3, 1] } as unknown as Trajectory;
     const rollout = {
       reward: 1,
@@ -48,7 +48,7 @@ describe('the numbers of a step', () => {
       trajectories: [trajectory],
     } as unknown as Rollout;
     const group = { rollouts: [rollout] } as unknown as Group;
-    expect(batchMetrics([group], 5)).toMatchObject({ staleness_max: 2, staleness_mean: 2 / 3 });
+    expect(await batchMetrics([group], 5)).toMatchObject({ staleness_max: 2, staleness_mean: 2 / 3 });
   });
 });
 

@@ -151,7 +151,7 @@ describe('the table', () => {
   });
 
   test('has only what the loop writes', () => {
-    const loop = ['loop', 'report', 'estimators']
+    const loop = ['loop', 'batch', 'pool', 'report', 'estimators']
       .map((name) => readFileSync(join(import.meta.dirname, `../molt/${name}.ts`), 'utf8'))
       .join('');
     const own = new Set(['time_unix_s']); // the writer's
