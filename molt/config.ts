@@ -705,13 +705,28 @@ function tail(name: string): string {
 }
 
 /** What the same thing is called here: names that users of other systems type. */
+const ONE_DISTRIBUTION =
+  'training rollouts are sampled from softmax(logits / rollout.temperature) and nothing else, for that is what the loss assumes';
 const ELSEWHERE: Readonly<Record<string, string>> = {
   doctor: 'the doctor is npx tsx molt/launch.ts --doctor RECIPE',
   version: 'package.json has it',
   'train.async_queue_size': 'the bound on asynchrony is --train.max_staleness, counted in refits',
   'rollout.batch_size': 'prompt groups of a step are --train.batch_size',
   'rollout.generate_max_len': 'it is --rollout.max_new_tokens, per turn',
-  'train.num_episodes': 'the length of a run is --train.num_steps',
+  'train.num_episodes': 'the length of a run is --train.num_steps, or --data.num_epochs passes over the prompts',
+  'train.force_sync_mode': 'synchronous is --train.max_staleness 0, the default',
+  ...Object.fromEntries(
+    [
+      'top_p',
+      'top_k',
+      'min_p',
+      'repetition_penalty',
+      'presence_penalty',
+      'frequency_penalty',
+      'logit_bias',
+      'min_tokens',
+    ].map((name) => [`rollout.${name}`, ONE_DISTRIBUTION]),
+  ),
 };
 
 function suggestion(name: string): string {

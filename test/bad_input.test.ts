@@ -157,6 +157,11 @@ describe('an option', () => {
     },
     on('by its last part', '--batch_size 3', /unknown option, did you mean --train\.batch_size\?/),
     on(
+      'another sampling distribution for training',
+      '--rollout.top_p 0.9',
+      /^--rollout\.top_p 0\.9: unknown option; training rollouts are sampled from softmax/,
+    ),
+    on(
       'of another system',
       '--train.async_queue_size 3',
       /^--train\.async_queue_size 3: unknown option; .*--train\.max_staleness/,
