@@ -272,7 +272,16 @@ describe('segments', () => {
     ledger.record(meta);
     for (let step = 1; step <= 6; step++) {
       for (let i = 0; i < 5; i++) ledger.record(count(i));
-      ledger.record({ kind: 'refit', version: step, step, engine: 'engine-0', of: 1, checksum: 0, bytes: 0, again: false });
+      ledger.record({
+        kind: 'refit',
+        version: step,
+        step,
+        engine: 'engine-0',
+        of: 1,
+        checksum: 0,
+        bytes: 0,
+        again: false,
+      });
       ledger.record({ kind: 'step', step, metrics: {} });
     }
     await ledger.close();
