@@ -18,6 +18,10 @@ import { type Ledger, LedgerError } from './ledger.ts';
 import { rolloutRecord, tokensOf } from './report.ts';
 import { type EndReason, type Group, invariant, type Prompt, type Rollout } from './types.ts';
 
+/** Groups dropped in a row, for each one of a batch and at least, after which no batch is hoped for. */
+const MOST_IN_VAIN = 50;
+const LEAST_IN_VAIN = 500;
+
 export interface PoolArgs {
   readonly buffer: Buffer;
   readonly stream: PromptStream;
@@ -42,6 +46,7 @@ export class Pool {
   #error: Error | null = null;
   #wake: () => void = () => {};
   #drops = new Map<string, number>();
+  #inVain = new Map<string, number>(); // groups dropped since one was kept, by reason
   #staleTokens: number[] = []; // sampled for rollouts of groups that were dropped as stale
   readonly #stale = new Map<string, number>(); // such groups, with the rollouts that have not come back
 
@@ -187,11 +192,13 @@ export class Pool {
         this.#count('refilled', 1);
         return this.#run(`${groupId}-${verdict.index}r${verdict.nth}`, groupId, verdict.index, verdict.prompt);
       case 'waiting':
+        this.#inVain.clear();
         for (const { reason } of verdict.lost) this.#count(`dropped_${reason}`, 1);
         return;
       case 'dropped':
         this.#args.ledger.record({ kind: 'dropped', groupId, reason: verdict.reason });
         this.#count(`dropped_${verdict.reason}`, 1);
+        this.#inVain.set(verdict.reason, (this.#inVain.get(verdict.reason) ?? 0) + 1);
         if (verdict.reason === 'stale') {
           this.#staleTokens.push(...verdict.lost.map(tokensOf));
           this.#stale.set(groupId, this.#args.groupSize - verdict.lost.length);
@@ -225,9 +232,21 @@ export class Pool {
       for (const { groupId, verdict } of buffer.dropStale(version())) this.#decided(groupId, verdict);
       if (buffer.isReady(version())) return buffer.take(version());
       if (buffer.isDone) return null;
+      this.#checkInVain();
+      const happening = this.#happening(); // the pump may find at once that there are no more prompts
       this.#pump();
-      await this.#happening();
+      await happening;
     }
+  }
+
+  /** The policy stays as it is until a batch is trained, so more of the same would not help. */
+  #checkInVain(): void {
+    const dropped = [...this.#inVain.values()].reduce((a, b) => a + b, 0);
+    if (dropped < Math.max(LEAST_IN_VAIN, MOST_IN_VAIN * this.#args.buffer.progress.want)) return;
+    const reasons = [...this.#inVain].map(([reason, n]) => `${n} ${reason}`).join(', ');
+    throw new Error(
+      `${dropped} groups in a row were dropped and none is left to train: ${reasons} (algo.dynamic_filtering_range, rollout.failed_members, train.late)`,
+    );
   }
 
   /** Admit nothing more and resolve when nothing runs: after it, no trajectory crosses the refit. Ends with `trained`. */
