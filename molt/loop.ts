@@ -147,7 +147,6 @@ async function train(args: Context): Promise<void> {
 
   // Where an earlier process ended
   if (history) {
-    for (const line of from?.skipped ?? []) say(`Skipped an incomplete checkpoint: ${line}`);
     const evaluated = from?.state.heldOutHash;
     if (evaluated && heldOutHash && evaluated !== heldOutHash)
       say('Changed since the run began: the held-out prompts, so scores before and after do not compare');
@@ -459,6 +458,10 @@ async function train(args: Context): Promise<void> {
   // The end
   pool.stop();
   await orFatal(evaluating);
+  if (step === 0 && !stopper.signal)
+    throw new Error(
+      `Nothing was trained: the ${options['data.num_epochs']} epochs of prompts are used up and all ${buffer.counts.dropped} groups of them were dropped`,
+    );
   if (savedAt !== step && (stopper.signal || !options['ckpt.disable_final_save'])) await checkpoint();
   watchdog.waitsFor = 'the last evaluation';
   if (!stopper.signal) await evaluateNow(true);
