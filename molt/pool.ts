@@ -70,6 +70,12 @@ export class Pool {
       if (!prompt)
         throw new LedgerError(`prompt ${dispatched.index} of ${dispatched.source} is not what group ${groupId} had`);
       const ended = [...finished.values()].map(readRollout).filter(({ reason }) => reason !== 'cancelled');
+      const refills = new Map(
+        ended.flatMap((rollout) => {
+          const nth = buffer.refillAfter(rollout, triesOf(rollout));
+          return nth === null ? [] : [[rollout.index, nth] as const];
+        }),
+      );
       const has = new Set(ended.map(({ index }) => index));
       const members = Array.from({ length: dispatched.size }, (_, index) => index).filter((index) => !has.has(index));
       const version = Math.min(this.#args.version(), ...ended.map(oldestVersion));
@@ -77,12 +83,16 @@ export class Pool {
         const { kind: _kind, ...event } = dispatched;
         ledger.record({ kind: 'dispatched', ...event, version, attempt: attempts, members });
       }
-      const verdict = buffer.readmit(groupId, prompt, dispatched.size, version, ended);
-      if (verdict.kind !== 'running') this.#decided(groupId, verdict);
-      else for (const index of members) this.#run(`${groupId}-${index}`, groupId, index, prompt);
+      const kept = ended.filter(({ index }) => !refills.has(index));
+      const verdict = buffer.readmit(groupId, prompt, { size: dispatched.size, version, ended: kept, refills });
+      this.#decided(groupId, verdict);
+      if (verdict.kind === 'running') {
+        for (const index of members) this.#run(`${groupId}-${index}`, groupId, index, prompt);
+        for (const [index, nth] of refills) this.#run(`${groupId}-${index}r${nth}`, groupId, index, prompt);
+      }
       counts.groups++;
-      counts.finished += ended.length;
-      counts.again += members.length;
+      counts.finished += kept.length;
+      counts.again += members.length + refills.size;
     }
     return counts;
   }
@@ -276,6 +286,11 @@ export class Pool {
       this.#wake = resolve;
     });
   }
+}
+
+/** Refills of its place before it: they number the rollout. */
+function triesOf({ rolloutId }: Rollout): number {
+  return Number(/r(\d+)$/.exec(rolloutId)?.[1] ?? 0);
 }
 
 /** Of a rollout that has ended. */

@@ -154,6 +154,34 @@ test('a run that goes on with whole groups and no further prompts has its last, 
   }
 });
 
+test('a run that goes on tries a failed member again where it was, and no more often than it may', async () => {
+  const dir = mkdtempSync(join(tmpdir(), 'molt-pool-'));
+  try {
+    const onError = (error: Error) => {
+      throw error;
+    };
+    const options = { failed: 'refill' } as const;
+    const fails = { reason: 'agent_error', reward: null, score: null, trajectories: [] } as const;
+    const ledger = new Ledger(dir, onError);
+    // The first group is at its second refill when the process ends; the second group has used up all three.
+    const end = ({ rolloutId }: Job) =>
+      rolloutId === 'g0-1r2' || rolloutId === 'g1-0' ? null : /-1/.test(rolloutId) ? fails : {};
+    const before = poolOf({ ledger, options, epochs: 1, end });
+    void before.pool.nextBatch(() => {}); // never comes
+    while (before.ran.length < 9) await sleep(1);
+    expect(before.ran).toEqual(expect.arrayContaining(['g0-1r2', 'g1-1r3']));
+    await sleep(20);
+    await ledger.close();
+    const { pool, stream, ran } = poolOf({ ledger: { record: () => {} }, options, epochs: 1, end: () => null });
+    const history = readHistory(readLedger(dir), 0);
+    stream.restore({ ...stream.position, lanes: history.lanes ?? [] });
+    expect(pool.readmit(history)).toEqual({ groups: 2, finished: 2, again: 2 });
+    expect(ran).toEqual(['g0-1r2', 'g1-0']);
+  } finally {
+    rmSync(dir, { recursive: true, force: true });
+  }
+});
+
 test('a run of which every group is dropped ends with the reasons', async () => {
   const options = { band: [0, 1] } as const;
   const { pool } = poolOf({ ledger: { record: () => {} }, options, epochs: 0, end: () => ({}) });
