@@ -46,7 +46,7 @@ export class Pool {
   #error: Error | null = null;
   #wake: () => void = () => {};
   #drops = new Map<string, number>();
-  #inVain = new Map<string, number>(); // groups dropped since one was kept, by reason
+  #inVain = new Map<string, number>(); // groups dropped since one was kept, by reason; not those that came too late
   #staleTokens: number[] = []; // sampled for rollouts of groups that were dropped as stale
   readonly #stale = new Map<string, number>(); // such groups, with the rollouts that have not come back
 
@@ -208,11 +208,13 @@ export class Pool {
       case 'dropped':
         this.#args.ledger.record({ kind: 'dropped', groupId, reason: verdict.reason });
         this.#count(`dropped_${verdict.reason}`, 1);
-        this.#inVain.set(verdict.reason, (this.#inVain.get(verdict.reason) ?? 0) + 1);
         if (verdict.reason === 'stale') {
           this.#staleTokens.push(...verdict.lost.map(tokensOf));
           this.#stale.set(groupId, this.#args.groupSize - verdict.lost.length);
-        } else for (const { reason } of verdict.lost) this.#count(`dropped_${reason}`, 1);
+        } else {
+          this.#inVain.set(verdict.reason, (this.#inVain.get(verdict.reason) ?? 0) + 1);
+          for (const { reason } of verdict.lost) this.#count(`dropped_${reason}`, 1);
+        }
         this.#args.cancel((job) => job.groupId === groupId, 'cancelled');
     }
   }
@@ -255,7 +257,7 @@ export class Pool {
     if (dropped < Math.max(LEAST_IN_VAIN, MOST_IN_VAIN * this.#args.buffer.progress.want)) return;
     const reasons = [...this.#inVain].map(([reason, n]) => `${n} ${reason}`).join(', ');
     throw new Error(
-      `${dropped} groups in a row were dropped and none is left to train: ${reasons} (algo.dynamic_filtering_range, rollout.failed_members, train.late)`,
+      `${dropped} groups in a row were dropped and none is left to train: ${reasons} (algo.dynamic_filtering_range, rollout.failed_members)`,
     );
   }
 

@@ -74,6 +74,7 @@ export async function replay(options: Options, runDir: string, say: (line: strin
         ? 'the same to the bit'
         : `largest difference ${worst.difference.toExponential(1)} (${worst.name} of step ${worst.step})`;
     say(`Replayed ${step} steps of ${other}: ${same}`);
+    say(`Run directory ${runDir}`);
     return 0;
   } catch (error) {
     if (error instanceof LedgerError) throw new ConfigError([`--run.replay ${other}: ${error.message}`]);

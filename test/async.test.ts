@@ -188,6 +188,7 @@ test(
     const same = await run('replayed', [...NONE, '--train.num_steps', '4', '--replay', join(dir, 'original')]);
     expect(same.exit, same.out).toBe(0);
     expect(same.out).toContain(`Replayed 4 steps of ${join(dir, 'original')}: the same to the bit`);
+    expect(same.out).toContain(`Run directory ${join(dir, 'replayed')}`);
     expect(steps('replayed').map((line) => line.loss)).toEqual(steps('original').map((line) => line.loss));
     const other = await run('otherwise', [
       ...NONE,
