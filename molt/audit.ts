@@ -511,7 +511,8 @@ export class Audit {
     const isDropped = this.#fate[number] === -1; // it was cancelled, or ended with it
     const group = isDropped ? null : this.#groupOf(entry, groupId);
     if (group) {
-      const expected = group.running.get(index) ?? 'none, all tries of this member have finished';
+      const refill = this.#options['rollout.failed_members'] === 'refill' ? refillOf(group, index) : null;
+      const expected = group.running.get(index) ?? refill ?? 'none, all tries of this member have finished';
       mustBe(entry, 6, `rollout of ${groupId}, member ${index}`, rolloutId, expected);
       group.running.delete(index);
     } else if (rolloutId.replace(/r\d+$/, '') !== `${groupId}-${index}`)
@@ -528,11 +529,7 @@ export class Audit {
     this.counts.trajectories += member.masks.length;
     this.counts.turns += event.proofs.length;
     this.counts.tokens += sumOf(member.masks);
-    if (!group) return;
-    group.ended.set(index, member);
-    if (member.isJudged || this.#options['rollout.failed_members'] !== 'refill') return;
-    const nth = Number(/r(\d+)$/.exec(rolloutId)?.[1] ?? 0) + 1;
-    group.running.set(index, `${groupId}-${index}r${nth}`);
+    group?.ended.set(index, member);
   }
 
   /** An undecided group; null where it is from before the ledger. Throws Violation for any other. */
@@ -696,6 +693,13 @@ function numberOf(entry: Entry, groupId: string): number {
 function missingOf({ dispatched, ended }: Group): number[] {
   const all = Array.from({ length: dispatched.size }, (_, index) => index);
   return all.filter((index) => ended.get(index)?.isCancelled ?? true);
+}
+
+/** The rollout that may come after the last one of a member, where nobody judged that. */
+function refillOf({ dispatched, ended }: Group, index: number): string | null {
+  const last = ended.get(index);
+  if (!last || last.isJudged) return null;
+  return `${dispatched.groupId}-${index}r${Number(/r(\d+)$/.exec(last.rolloutId)?.[1] ?? 0) + 1}`;
 }
 
 /** Members of a group that is trained, in order. */

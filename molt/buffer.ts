@@ -116,18 +116,37 @@ export class Buffer {
     this.#enter(groupId, prompt, args.size, args.version, []);
   }
 
-  /** A group of a run that goes on, with what it had; there is no bound, since it was admitted before. */
-  readmit(groupId: string, prompt: Prompt, size: number, version: number, ended: readonly Rollout[]): Verdict {
-    this.#enter(groupId, prompt, size, version, ended);
+  /**
+   * A group of a run that goes on, with what it had; there is no bound, since it was admitted before. `refills`: members
+   * that are tried again, with the number of the try.
+   */
+  readmit(
+    groupId: string,
+    prompt: Prompt,
+    args: { size: number; version: number; ended: readonly Rollout[]; refills: ReadonlyMap<number, number> },
+  ): Verdict {
+    this.#enter(groupId, prompt, args.size, args.version, args.ended, args.refills);
     return this.#decide(this.#running.get(groupId) as Entry);
   }
 
-  #enter(groupId: string, prompt: Prompt, size: number, version: number, ended: readonly Rollout[]): void {
+  /** The try that comes after `tries` others and this one; null when there is none, and the rollout counts as it is. */
+  refillAfter(rollout: Rollout, tries: number): number | null {
+    return this.#options.failed === 'refill' && !isTrainable(rollout) && tries < MAX_REFILLS ? tries + 1 : null;
+  }
+
+  #enter(
+    groupId: string,
+    prompt: Prompt,
+    size: number,
+    version: number,
+    ended: readonly Rollout[],
+    refills: ReadonlyMap<number, number> = new Map(),
+  ): void {
     const isLive = this.#running.has(groupId) || this.#waiting.some((entry) => entry.groupId === groupId);
     invariant(!isLive, `group ${groupId} admitted twice`);
     const members = new Map(ended.map((rollout) => [rollout.index, rollout]));
     const number = this.#admitted++;
-    this.#running.set(groupId, { groupId, number, prompt, size, version, ended: members, refills: new Map() });
+    this.#running.set(groupId, { groupId, number, prompt, size, version, ended: members, refills: new Map(refills) });
   }
 
   /** Book an ended rollout. Null when its group was decided before: what ends then was cancelled. */
@@ -137,8 +156,8 @@ export class Buffer {
     invariant(!entry.ended.has(rollout.index), `rollout ${rollout.rolloutId} ended twice`);
     const { failed } = this.#options;
     if (!isTrainable(rollout) && failed === 'drop') return this.#drop(entry, 'incomplete_group', [rollout]);
-    const nth = (entry.refills.get(rollout.index) ?? 0) + 1;
-    if (!isTrainable(rollout) && failed === 'refill' && nth <= MAX_REFILLS) {
+    const nth = this.refillAfter(rollout, entry.refills.get(rollout.index) ?? 0);
+    if (nth !== null) {
       entry.refills.set(rollout.index, nth);
       return { kind: 'refill', index: rollout.index, nth, prompt: entry.prompt };
     }

@@ -73,18 +73,15 @@ export async function saveCheckpoint(args: {
 export interface Checkpoint {
   readonly path: string;
   readonly state: LoopState;
-  readonly skipped: readonly string[]; // newer ones that are incomplete, with what is wrong
 }
 
-/** The newest complete checkpoint of a run, null when there is none. */
-export function newestCheckpoint(runDir: string): Checkpoint | null {
-  const skipped: string[] = [];
+/** The newest complete checkpoint of a run, null when there is none. `onSkipped`: incomplete ones, with what is wrong. */
+export function newestCheckpoint(runDir: string, onSkipped: (line: string) => void = () => {}): Checkpoint | null {
   for (const { path } of stepDirectories(runDir).reverse()) {
     const problem = incomplete(path);
-    if (problem === null) {
-      return { path, state: JSON.parse(readFileSync(join(path, 'loop.json'), 'utf8')) as LoopState, skipped };
-    }
-    skipped.push(`${path}: ${problem}`);
+    if (problem === null)
+      return { path, state: JSON.parse(readFileSync(join(path, 'loop.json'), 'utf8')) as LoopState };
+    onSkipped(`${path}: ${problem}`);
   }
   return null;
 }

@@ -25,6 +25,7 @@ export interface History {
   readonly lives: number; // processes that wrote
   readonly dataHash: string; // of the prompts; '' when nothing was recorded
   readonly firstStep: number; // of the batches that are here; Infinity = none
+  readonly stepBefore: number; // last step of parts that were deleted; 0 = it is here from its beginning
   readonly batches: ReadonlyMap<number, Place>; // by step
   readonly rollouts: ReadonlyMap<string, Place>; // of batches and open groups
   readonly open: ReadonlyMap<string, OpenGroup>;
@@ -48,6 +49,7 @@ export function readHistory(entries: Iterable<Entry>, afterStep: number): Histor
   let [lives, version, dispatched] = [0, 0, 0];
   let lanes: Position['lanes'] | null = null;
   let dataHash = '';
+  let stepBefore: number | null = null;
   const forget = (groupId: string) => {
     for (const rolloutId of members.get(groupId) ?? []) rollouts.delete(rolloutId);
     members.delete(groupId);
@@ -56,6 +58,7 @@ export function readHistory(entries: Iterable<Entry>, afterStep: number): Histor
     switch (event.kind) {
       case 'segment':
         version = Math.max(version, event.version);
+        stepBefore ??= event.step;
         break;
       case 'meta':
         lives = event.life + 1;
@@ -104,7 +107,21 @@ export function readHistory(entries: Iterable<Entry>, afterStep: number): Histor
     }
   }
   const firstStep = Math.min(...batches.keys());
-  return { lives, dataHash, firstStep, batches, rollouts, open, steps, evals, refits, version, dispatched, lanes };
+  return {
+    lives,
+    dataHash,
+    firstStep,
+    stepBefore: stepBefore ?? 0,
+    batches,
+    rollouts,
+    open,
+    steps,
+    evals,
+    refits,
+    version,
+    dispatched,
+    lanes,
+  };
 }
 
 /** The batch of a step as it was recorded. Throws LedgerError when it is not there whole. */

@@ -114,7 +114,12 @@ async function train(args: Context): Promise<void> {
   };
   const learn = (batch: Batch) => trainBatch(trainer, batch, { packing, epochs: options['train.max_epochs'] });
   /** New ranks with the weights after `step`: of a checkpoint, and from there on trained again out of the ledger. */
-  const revive = async () => {
+  const revive = async (lost: TrainerLost) => {
+    if (trainer.restarts >= options['launch.max_restarts']) throw lost;
+    progress.clear();
+    const [reason = ''] = lost.message.split('\n');
+    ledger.record({ kind: 'event', name: 'trainer_restart', detail: { restart: trainer.restarts + 1, reason } });
+    say(`trainer_restart: ${lost.message}`);
     await ledger.commit();
     await trainer.restart();
     const checkpoint = newestCheckpoint(runDir);
@@ -131,14 +136,10 @@ async function train(args: Context): Promise<void> {
   const withTrainer = async <T>(work: () => Promise<T>): Promise<T> => {
     for (;;) {
       try {
-        if (trainer.isLost) await orFatal(revive());
+        if (trainer.lost) await orFatal(revive(trainer.lost)); // it may have died while nobody asked it for anything
         return await orFatal(work());
       } catch (error) {
         if (!(error instanceof TrainerLost) || trainer.restarts >= options['launch.max_restarts']) throw error;
-        progress.clear();
-        const [reason = ''] = error.message.split('\n');
-        ledger.record({ kind: 'event', name: 'trainer_restart', detail: { restart: trainer.restarts + 1, reason } });
-        say(`trainer_restart: ${error.message}`);
       }
     }
   };
@@ -146,7 +147,6 @@ async function train(args: Context): Promise<void> {
 
   // Where an earlier process ended
   if (history) {
-    for (const line of from?.skipped ?? []) say(`Skipped an incomplete checkpoint: ${line}`);
     const evaluated = from?.state.heldOutHash;
     if (evaluated && heldOutHash && evaluated !== heldOutHash)
       say('Changed since the run began: the held-out prompts, so scores before and after do not compare');
@@ -458,6 +458,10 @@ async function train(args: Context): Promise<void> {
   // The end
   pool.stop();
   await orFatal(evaluating);
+  if (step === 0 && !stopper.signal)
+    throw new Error(
+      `Nothing was trained: the ${options['data.num_epochs']} epochs of prompts are used up and all ${buffer.counts.dropped} groups of them were dropped`,
+    );
   if (savedAt !== step && (stopper.signal || !options['ckpt.disable_final_save'])) await checkpoint();
   watchdog.waitsFor = 'the last evaluation';
   if (!stopper.signal) await evaluateNow(true);

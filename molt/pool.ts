@@ -18,6 +18,10 @@ import { type Ledger, LedgerError } from './ledger.ts';
 import { rolloutRecord, tokensOf } from './report.ts';
 import { type EndReason, type Group, invariant, type Prompt, type Rollout } from './types.ts';
 
+/** Groups dropped in a row, for each one of a batch and at least, after which no batch is hoped for. */
+const MOST_IN_VAIN = 50;
+const LEAST_IN_VAIN = 500;
+
 export interface PoolArgs {
   readonly buffer: Buffer;
   readonly stream: PromptStream;
@@ -41,6 +45,7 @@ export class Pool {
   #error: Error | null = null;
   #wake: () => void = () => {};
   #drops = new Map<string, number>();
+  #inVain = new Map<string, number>(); // groups dropped since one was kept, by reason; not those that came too late
   #staleTokens: number[] = []; // sampled for rollouts of groups that were dropped as stale
   readonly #stale = new Map<string, number>(); // such groups, with the rollouts that have not come back
 
@@ -64,6 +69,12 @@ export class Pool {
       if (!prompt)
         throw new LedgerError(`prompt ${dispatched.index} of ${dispatched.source} is not what group ${groupId} had`);
       const ended = [...finished.values()].map(readRollout).filter(({ reason }) => reason !== 'cancelled');
+      const refills = new Map(
+        ended.flatMap((rollout) => {
+          const nth = buffer.refillAfter(rollout, triesOf(rollout));
+          return nth === null ? [] : [[rollout.index, nth] as const];
+        }),
+      );
       const has = new Set(ended.map(({ index }) => index));
       const members = Array.from({ length: dispatched.size }, (_, index) => index).filter((index) => !has.has(index));
       const version = Math.min(this.#args.version(), ...ended.map(oldestVersion));
@@ -71,12 +82,16 @@ export class Pool {
         const { kind: _kind, ...event } = dispatched;
         ledger.record({ kind: 'dispatched', ...event, version, attempt: attempts, members });
       }
-      const verdict = buffer.readmit(groupId, prompt, dispatched.size, version, ended);
-      if (verdict.kind !== 'running') this.#decided(groupId, verdict);
-      else for (const index of members) this.#run(`${groupId}-${index}`, groupId, index, prompt);
+      const kept = ended.filter(({ index }) => !refills.has(index));
+      const verdict = buffer.readmit(groupId, prompt, { size: dispatched.size, version, ended: kept, refills });
+      this.#decided(groupId, verdict);
+      if (verdict.kind === 'running') {
+        for (const index of members) this.#run(`${groupId}-${index}`, groupId, index, prompt);
+        for (const [index, nth] of refills) this.#run(`${groupId}-${index}r${nth}`, groupId, index, prompt);
+      }
       counts.groups++;
-      counts.finished += ended.length;
-      counts.again += members.length;
+      counts.finished += kept.length;
+      counts.again += members.length + refills.size;
     }
     return counts;
   }
@@ -184,6 +199,7 @@ export class Pool {
         this.#count('refilled', 1);
         return this.#run(`${groupId}-${verdict.index}r${verdict.nth}`, groupId, verdict.index, verdict.prompt);
       case 'waiting':
+        this.#inVain.clear();
         for (const { reason } of verdict.lost) this.#count(`dropped_${reason}`, 1);
         return;
       case 'dropped':
@@ -192,7 +208,10 @@ export class Pool {
         if (verdict.reason === 'stale') {
           this.#staleTokens.push(...verdict.lost.map(tokensOf));
           this.#stale.set(groupId, this.#args.groupSize - verdict.lost.length);
-        } else for (const { reason } of verdict.lost) this.#count(`dropped_${reason}`, 1);
+        } else {
+          this.#inVain.set(verdict.reason, (this.#inVain.get(verdict.reason) ?? 0) + 1);
+          for (const { reason } of verdict.lost) this.#count(`dropped_${reason}`, 1);
+        }
         this.#args.cancel((job) => job.groupId === groupId, 'cancelled');
     }
   }
@@ -222,10 +241,21 @@ export class Pool {
       for (const { groupId, verdict } of buffer.dropStale(version())) this.#decided(groupId, verdict);
       if (buffer.isReady(version())) return buffer.take(version());
       if (buffer.isDone) return null;
-      const happening = this.#happening(); // the pump may find that there are no more prompts, at once
+      this.#checkInVain();
+      const happening = this.#happening(); // the pump may find at once that there are no more prompts
       this.#pump();
       await happening;
     }
+  }
+
+  /** The policy stays as it is until a batch is trained, so more of the same would not help. */
+  #checkInVain(): void {
+    const dropped = [...this.#inVain.values()].reduce((a, b) => a + b, 0);
+    if (dropped < Math.max(LEAST_IN_VAIN, MOST_IN_VAIN * this.#args.buffer.progress.want)) return;
+    const reasons = [...this.#inVain].map(([reason, n]) => `${n} ${reason}`).join(', ');
+    throw new Error(
+      `${dropped} groups in a row were dropped and none is left to train: ${reasons} (algo.dynamic_filtering_range, rollout.failed_members)`,
+    );
   }
 
   /** Admit nothing more and resolve when nothing runs: after it, no trajectory crosses the refit. Ends with `trained`. */
@@ -255,6 +285,11 @@ export class Pool {
       this.#wake = resolve;
     });
   }
+}
+
+/** Refills of its place before it: they number the rollout. */
+function triesOf({ rolloutId }: Rollout): number {
+  return Number(/r(\d+)$/.exec(rolloutId)?.[1] ?? 0);
 }
 
 /** Of a rollout that has ended. */

@@ -16,6 +16,7 @@ import { LedgerError, readLedger } from './ledger.ts';
 import { MetricsWriter } from './metrics.ts';
 import { differenceOf, stepMetrics } from './report.ts';
 import { closeRunDir } from './run_dir.ts';
+import { TrainerLost } from './trainer.ts';
 import { openTrainer } from './workers.ts';
 
 /** Returns the exit code. Throws ConfigError when the ledger is not there from its beginning. */
@@ -73,10 +74,14 @@ export async function replay(options: Options, runDir: string, say: (line: strin
         ? 'the same to the bit'
         : `largest difference ${worst.difference.toExponential(1)} (${worst.name} of step ${worst.step})`;
     say(`Replayed ${step} steps of ${other}: ${same}`);
+    say(`Run directory ${runDir}`);
     return 0;
   } catch (error) {
     if (error instanceof LedgerError) throw new ConfigError([`--run.replay ${other}: ${error.message}`]);
-    throw error;
+    if (launcher.refusals.length > 0) throw new ConfigError([...new Set(launcher.refusals)]);
+    if (!(error instanceof TrainerLost)) throw error;
+    console.error(`The replay stopped: ${error.message}`);
+    return 1;
   } finally {
     await launcher.stopAll();
     await bus.close();

@@ -152,7 +152,7 @@ export function differenceOf(computed: MetricLine, recorded: MetricLine): { name
   for (const [name, value] of Object.entries(computed)) {
     const before = recorded[name];
     if (value === before || typeof value !== 'number' || typeof before !== 'number') continue;
-    const difference = Math.abs(value - before) / Math.max(Math.abs(before), Number.MIN_VALUE);
+    const difference = Math.abs(value - before) / Math.max(Math.abs(before), Math.abs(value)); // at most 2
     if (difference > worst.difference) worst = { name, difference };
   }
   return worst;

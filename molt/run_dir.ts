@@ -4,8 +4,8 @@
  *   runs/<name>/  config.json  controller.pid  logs/  ledger/  metrics.jsonl  checkpoints/  weights/
  *
  * `controller.pid` names the process that writes here; another run is refused while that one lives. What only running
- * workers need (weights, rendezvous files) is removed at the end. Whether it can be written, preflight.ts has checked.
- * Called by loop.ts.
+ * workers need (weights, rendezvous files) and what is half saved is removed at the end. Whether it can be written,
+ * preflight.ts has checked. Called by loop.ts and start.ts.
  */
 import { existsSync, mkdirSync, readdirSync, readFileSync, rmSync, writeFileSync } from 'node:fs';
 import { basename, dirname, join, resolve } from 'node:path';
@@ -19,22 +19,26 @@ export function openRunDir(config: Config): string {
   try {
     if (dir === '') dir = newNumberedDir(basename(config.recipePath).replace(/\.[cm]?[jt]s$/, ''));
     mkdirSync(join(dir, 'logs'), { recursive: true });
-    const pidFile = join(dir, 'controller.pid');
-    if (existsSync(pidFile) && isAlive(Number(readFileSync(pidFile, 'utf8')))) {
-      throw new ConfigError([`--run.dir ${dir}: in use by process ${readFileSync(pidFile, 'utf8').trim()}`]);
-    }
+    refuseInUse(dir);
     if (options['run.resume']) {
       const saved = JSON.parse(readFileSync(join(dir, 'config.json'), 'utf8'));
       for (const line of changedOptions(saved, config)) console.log(`Changed since the run began: ${line}`);
     }
     removeLeftovers(dir); // of a controller that was killed
     writeSynced(join(dir, 'config.json'), configJson(config));
-    writeFileSync(pidFile, `${process.pid}\n`);
+    writeFileSync(join(dir, 'controller.pid'), `${process.pid}\n`);
   } catch (error) {
     if (error instanceof ConfigError) throw error;
     throw new ConfigError([`--run.dir ${dir}: cannot be used: ${(error as Error).message}`]);
   }
   return resolve(dir);
+}
+
+/** Throws ConfigError while another controller lives that writes there. */
+export function refuseInUse(dir: string): void {
+  const pidFile = join(dir, 'controller.pid');
+  const pid = existsSync(pidFile) ? readFileSync(pidFile, 'utf8').trim() : '';
+  if (isAlive(Number(pid))) throw new ConfigError([`--run.dir ${dir}: in use by process ${pid}`]);
 }
 
 /** Once no worker runs any more. May be called twice. */
@@ -61,6 +65,9 @@ function removeLeftovers(runDir: string): void {
     if (name === 'weights' || name.startsWith('rendezvous-'))
       rmSync(join(runDir, name), { recursive: true, force: true });
   }
+  const checkpoints = join(runDir, 'checkpoints');
+  for (const name of existsSync(checkpoints) ? readdirSync(checkpoints) : [])
+    if (name.endsWith('.tmp')) rmSync(join(checkpoints, name), { recursive: true, force: true });
 }
 
 function newNumberedDir(recipe: string): string {

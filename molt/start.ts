@@ -21,7 +21,7 @@ import { Launcher } from './launch.ts';
 import { cutTail, Ledger, LedgerError, readLedger } from './ledger.ts';
 import { Progress } from './metrics.ts';
 import { checkModel, checkPromptFiles, checkSurroundings, type Finding, findingsTable } from './preflight.ts';
-import { closeRunDir, discardRunDir } from './run_dir.ts';
+import { closeRunDir, discardRunDir, refuseInUse } from './run_dir.ts';
 import type { Tokenizer } from './tokenizer.ts';
 import { invariant, type Prompt } from './types.ts';
 import { openWorkers, type Workers } from './workers.ts';
@@ -123,7 +123,9 @@ export async function prepare(argv: readonly string[], findings: Finding[]): Pro
   const [prompts, found] = await loadAllPrompts(options);
   report([...stage, ...found], findings);
   invariant(prompts, 'prompts without a problem are there');
-  const from = options['run.resume'] ? newestCheckpoint(options['run.dir']) : null;
+  if (options['run.resume']) refuseInUse(options['run.dir']);
+  const skipped = (line: string) => say(`Skipped an incomplete checkpoint: ${line}`);
+  const from = options['run.resume'] ? newestCheckpoint(options['run.dir'], skipped) : null;
   const history = options['run.resume'] ? recall(options['run.dir'], from, prompts.stream) : null;
   say(
     `Checks passed in ${((performance.now() - begun) / 1000).toFixed(1)} s: ${findings.map((f) => f.check).join(', ')}`,
@@ -141,6 +143,7 @@ function recall(runDir: string, from: Checkpoint | null, stream: PromptStream): 
       cutTail(place);
     });
     const history = readHistory(entries, from?.state.step ?? 0);
+    checkReach(history, from);
     const start = from?.state.data ?? { ...stream.position, ...(history.dataHash && { sha256: history.dataHash }) };
     stream.restore({ ...start, lanes: history.lanes ?? start.lanes });
     // Where the segments that told of the last groups are deleted, the checkpoint knows how they were numbered.
@@ -150,6 +153,17 @@ function recall(runDir: string, from: Checkpoint | null, stream: PromptStream): 
     const good = from ? `step ${from.state.step} (${from.path})` : 'none';
     throw new ConfigError([`--run.dir ${runDir}: ${error.message}. Last good checkpoint: ${good}`]);
   }
+}
+
+/** Between the weights there are and the first batch of the ledger no step may be missing. */
+function checkReach(history: History, from: Checkpoint | null): void {
+  const { firstStep, stepBefore } = history;
+  const step = from?.state.step ?? 0;
+  const first = Math.min(firstStep, stepBefore > step ? stepBefore + 1 : Number.POSITIVE_INFINITY);
+  if (Number.isFinite(first) && first > step + 1)
+    throw new LedgerError(`its ledger begins with step ${first}, so step ${step + 1} is lost`);
+  if (from && history.lives === 0)
+    console.warn('Warning (ledger): there is none; what was in flight when the checkpoint was saved is lost');
 }
 
 /** Keep what a stage found, print its warnings. Throws ConfigError when it has problems. */

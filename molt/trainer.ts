@@ -76,8 +76,9 @@ export class Trainer {
     this.#ranks = this.#watched();
   }
 
-  get isLost(): boolean {
-    return this.#lost !== null;
+  /** Why the group is gone, null while it lives. */
+  get lost(): TrainerLost | null {
+    return this.#lost;
   }
   get restarts(): number {
     return this.#life;

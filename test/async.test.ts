@@ -1,6 +1,16 @@
 /** The asynchronous loop as a user starts it, on simulated workers: staleness, partial rollout, late groups, replay, crashes. */
 import { spawn } from 'node:child_process';
-import { cpSync, mkdtempSync, readFileSync, rmSync } from 'node:fs';
+import {
+  appendFileSync,
+  cpSync,
+  mkdirSync,
+  mkdtempSync,
+  readdirSync,
+  readFileSync,
+  rmSync,
+  statSync,
+  writeFileSync,
+} from 'node:fs';
 import { tmpdir } from 'node:os';
 import { join } from 'node:path';
 import { afterAll, beforeAll, expect, test } from 'vitest';
@@ -178,6 +188,7 @@ test(
     const same = await run('replayed', [...NONE, '--train.num_steps', '4', '--replay', join(dir, 'original')]);
     expect(same.exit, same.out).toBe(0);
     expect(same.out).toContain(`Replayed 4 steps of ${join(dir, 'original')}: the same to the bit`);
+    expect(same.out).toContain(`Run directory ${join(dir, 'replayed')}`);
     expect(steps('replayed').map((line) => line.loss)).toEqual(steps('original').map((line) => line.loss));
     const other = await run('otherwise', [
       ...NONE,
@@ -190,6 +201,11 @@ test(
     ]);
     expect(other.exit, other.out).toBe(0);
     expect(other.out).toMatch(/Replayed 4 steps of .*: largest difference/);
+    // A rank that dies is no bad input.
+    const dies = JSON.stringify({ failures: [{ worker: 'trainer-0', what: 'exit', on: 'run', nth: 2 }] });
+    const died = await run('died', [...NONE, '--simulated.script', dies, '--replay', join(dir, 'original')]);
+    expect(died.exit, died.out).toBe(1);
+    expect(died.out).toContain('The replay stopped: Trainer rank trainer-0 is gone');
     const nothing = await run('nothing', ['--replay', join(dir, 'no-such-run')]);
     expect(nothing.exit).toBe(2);
     expect(nothing.out).toContain(`--run.replay ${join(dir, 'no-such-run')}: no ledger`);
@@ -213,6 +229,59 @@ test(
     expect(idle.exit).toBe(2);
     expect(idle.out).toMatch(/--train\.partial_rollout_enable true: has no effect/);
     expect(idle.out).toMatch(/--train\.late drop: has no effect/);
+  },
+  LIMIT_MS,
+);
+
+test(
+  'a ledger that is gone costs what was in flight, no number of a group; one that begins too late ends the run with the step',
+  async () => {
+    const args = [...NONE, '--train.num_steps', '4'];
+    const first = await run('cut', [...NONE, '--train.num_steps', '2']);
+    expect(first.exit, first.out).toBe(0);
+    rmSync(join(dir, 'cut', 'ledger'), { recursive: true });
+    mkdirSync(join(dir, 'cut', 'checkpoints', 'step-9.tmp')); // as a kill leaves it
+    const second = await run('cut', [...args, '--resume']);
+    expect(second.exit, second.out).toBe(0);
+    expect(second.out).toContain('Warning (ledger): there is none');
+    expect(events('cut', 'dispatched').map((e) => e.groupId)[0]).toBe('g8');
+    expect(readdirSync(join(dir, 'cut', 'checkpoints'))).not.toContain('step-9.tmp');
+    // Without a checkpoint nobody knows the weights before step 3.
+    for (const step of [2, 4]) rmSync(join(dir, 'cut', 'checkpoints', `step-${step}`, 'manifest.json'));
+    const third = await run('cut', [...args, '--resume']);
+    expect(third.exit, third.out).toBe(2);
+    expect(third.out).toMatch(/Skipped an incomplete checkpoint: .*step-4: no manifest\.json/);
+    expect(third.out).toContain('its ledger begins with step 3, so step 1 is lost. Last good checkpoint: none');
+  },
+  2 * LIMIT_MS,
+);
+
+test(
+  'a run that is still going is not resumed, and nothing of its ledger is cut off',
+  async () => {
+    const runDir = join(dir, 'busy');
+    mkdirSync(join(runDir, 'ledger'), { recursive: true });
+    writeFileSync(join(runDir, 'config.json'), '{}');
+    writeFileSync(join(runDir, 'controller.pid'), `${process.pid}\n`);
+    const segment = join(runDir, 'ledger', '000001.bin');
+    appendFileSync(segment, 'half a record');
+    const { exit, out } = await run('busy', [...NONE, '--resume']);
+    expect(exit, out).toBe(2);
+    expect(out).toContain(`--run.dir ${runDir}: in use by process ${process.pid}`);
+    expect(statSync(segment).size).toBe(13);
+  },
+  LIMIT_MS,
+);
+
+test(
+  'a run whose prompts are used up before anything was trained has failed',
+  async () => {
+    const filter = ['--algo.dynamic_filtering_enable', 'true', '--algo.dynamic_filtering_range', '5', '6'];
+    const { exit, out } = await run('filtered', [...NONE, ...filter, '--data.num_epochs', '1']);
+    expect(exit, out).toBe(1);
+    expect(out).toContain(
+      'Nothing was trained: the 1 epochs of prompts are used up and all 64 groups of them were dropped',
+    );
   },
   LIMIT_MS,
 );

@@ -222,7 +222,14 @@ describe('a batch', () => {
 
   test('never holds what is older than the bound: a run resumed under a later version drops it', () => {
     const buffer = make({ maxStaleness: 1, batch: 1 });
-    expect(buffer.readmit('a', prompt, 2, 0, [rollout('a', 0), rollout('a', 1)])).toMatchObject({ kind: 'waiting' });
+    expect(
+      buffer.readmit('a', prompt, {
+        size: 2,
+        version: 0,
+        ended: [rollout('a', 0), rollout('a', 1)],
+        refills: new Map(),
+      }),
+    ).toMatchObject({ kind: 'waiting' });
     expect(buffer.dropStale(1)).toEqual([]);
     expect(buffer.dropStale(2)).toMatchObject([{ groupId: 'a', verdict: { reason: 'stale' } }]);
   });

@@ -593,6 +593,20 @@ describe('failures', () => {
   );
 
   test(
+    'a trainer rank that dies while nobody asks it for anything is a restart like any other',
+    async () => {
+      const slow = JSON.stringify({ latency_ms: { step: 40 } }); // the evaluation before the first step
+      const it = run('rank-idle', '--simulated.script', slow, '--launch.max_restarts', '0', '--train.num_steps', '1');
+      await it.printed('Parity');
+      const isTrainer = (pid: number) => readFileSync(`/proc/${pid}/cmdline`, 'utf8').includes('trainer-0');
+      process.kill(descendants(it.child.pid ?? 0).find(isTrainer) as number, 'SIGKILL');
+      expect(await it.exit, it.out).toBe(1);
+      expect(it.out).toContain('The run stopped: Trainer rank trainer-0 is gone');
+    },
+    LIMIT_MS,
+  );
+
+  test(
     'a tokenizer that dies is started again and asked again; one that dies every time ends the run',
     async () => {
       const dies = (incarnations: readonly number[]) =>
