@@ -93,13 +93,15 @@ export function oldestCheckpointStep(runDir: string): number {
 
 /** What is wrong with a checkpoint directory, null when it is complete. */
 function incomplete(path: string): string | null {
-  const manifest = join(path, 'manifest.json');
-  if (!existsSync(manifest)) return 'no manifest.json';
+  if (!existsSync(join(path, 'manifest.json'))) return 'no manifest.json';
+  let name = 'manifest.json';
   let files: Manifest['files'];
   try {
-    ({ files } = JSON.parse(readFileSync(manifest, 'utf8')) as Manifest);
+    ({ files } = JSON.parse(readFileSync(join(path, name), 'utf8')) as Manifest);
+    name = 'loop.json';
+    if (existsSync(join(path, name))) JSON.parse(readFileSync(join(path, name), 'utf8'));
   } catch (error) {
-    return `manifest.json does not parse: ${(error as Error).message}`;
+    return `${name} does not parse: ${(error as Error).message}`;
   }
   for (const file of files) {
     const at = join(path, file.path);

@@ -1,4 +1,4 @@
-import { mkdirSync, mkdtempSync, rmSync, truncateSync, writeFileSync } from 'node:fs';
+import { mkdirSync, mkdtempSync, rmSync, statSync, truncateSync, writeFileSync } from 'node:fs';
 import { tmpdir } from 'node:os';
 import { join } from 'node:path';
 import { afterEach, beforeEach, describe, expect, test } from 'vitest';
@@ -48,9 +48,12 @@ describe('newestCheckpoint', () => {
     rmSync(join(complete(3), 'trainer', 'weights.bin'));
     rmSync(join(complete(4), 'manifest.json'));
     truncateSync(join(complete(5), 'manifest.json'), 15);
+    const state = join(complete(6), 'loop.json');
+    writeFileSync(state, Buffer.alloc(statSync(state).size)); // as a file system may leave it after a power cut
     const skipped: string[] = [];
     expect(newestCheckpoint(run, (line) => skipped.push(line))?.state.step).toBe(1);
     expect(skipped.map((line) => line.replace(/^.*step-/, '').replace(/(parse):.*/, '$1'))).toEqual([
+      '6: loop.json does not parse',
       '5: manifest.json does not parse',
       '4: no manifest.json',
       '3: trainer/weights.bin is missing',
