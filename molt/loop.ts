@@ -465,6 +465,7 @@ async function train(args: Context): Promise<void> {
   if (savedAt !== step && (stopper.signal || !options['ckpt.disable_final_save'])) await checkpoint();
   watchdog.waitsFor = 'the last evaluation';
   if (!stopper.signal) await evaluateNow(true);
+  if (stopper.signal && savedAt !== step) await checkpoint(); // it came during the evaluation
   watchdog.close();
   if (promptLog.hasDropped) say(promptLog.summary('train', promptLog.totalRead));
   const ran = step < numSteps ? `, since the ${options['data.num_epochs']} epochs of prompts are used up` : '';

@@ -207,7 +207,8 @@ export class Pool {
         this.#count(`dropped_${verdict.reason}`, 1);
         if (verdict.reason === 'stale') {
           this.#staleTokens.push(...verdict.lost.map(tokensOf));
-          this.#stale.set(groupId, this.#args.groupSize - verdict.lost.length);
+          const left = this.#args.groupSize - verdict.lost.length;
+          if (left > 0) this.#stale.set(groupId, left);
         } else {
           this.#inVain.set(verdict.reason, (this.#inVain.get(verdict.reason) ?? 0) + 1);
           for (const { reason } of verdict.lost) this.#count(`dropped_${reason}`, 1);

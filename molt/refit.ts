@@ -239,7 +239,9 @@ export class Refit {
       const outcome = new Promise<void>((resolve) => {
         this.#onJoin = resolve;
       });
-      await this.#stage(version);
+      await this.#stage(version).catch((error: Error) => {
+        if (this.#version !== version) throw error; // a new engine has taken the file before: the refit is over
+      });
       if (this.#version !== version) await Promise.race([outcome, this.#generator.failed]);
     }
   }
