@@ -73,6 +73,8 @@ export class Tokenizer {
   async request<K extends Kind>(kind: K, fields: Fields<K>, frames?: Frames<K>): Promise<Answer<K>> {
     for (;;) {
       const worker = this.#worker;
+      if (!worker.peer.isReady) await this.ready; // one that has taken a dead one's place
+      if (worker !== this.#worker) continue;
       try {
         const answer = await worker.peer.request(kind, fields, frames, { deadlineMs: DEADLINE_MS });
         this.answers++;

@@ -55,6 +55,7 @@ export class Trainer {
   #closing = false;
   #busyMs = 0;
   answers = 0; // so far
+  info: unknown = null; // what rank 0 said when it was ready
 
   /** `start` starts the processes of all ranks; `life` counts how often. */
   constructor(args: {
@@ -83,14 +84,10 @@ export class Trainer {
   get restarts(): number {
     return this.#life;
   }
-  /** What rank 0 said when it was ready. */
-  get info(): Promise<unknown> {
-    return this.#or((this.#ranks[0] as Worker).peer.ready);
-  }
 
   /** All ranks have loaded the model. Rejects with TrainerLost and the first cause. */
   async ready(): Promise<void> {
-    await this.#or(Promise.all(this.#ranks.map((rank) => rank.peer.ready)));
+    [this.info] = await this.#or(Promise.all(this.#ranks.map((rank) => rank.peer.ready)));
   }
 
   /** New processes in place of a lost group, with the weights of the model directory. Resolves when they are ready. */

@@ -139,7 +139,7 @@ export function openWorkers(args: {
   ]);
   const ready = orFatal(all).then(async (): Promise<Facts> => {
     const template = await tokenizer.ready;
-    const { vocab_size } = (await trainer.info) as { vocab_size: number };
+    const { vocab_size } = trainer.info as { vocab_size: number };
     return {
       stopTokenIds: template.stop_token_ids,
       vocabSize: vocab_size,

@@ -328,8 +328,14 @@ function summary(steps: readonly Step[], suffix: string): Record<string, number>
 
 // ---- The asynchronous loop ----
 
-/** Seconds of a step in a run on simulated workers; null where the options are refused. */
-async function simulatedStep(name: string, words: readonly string[], dir: string): Promise<number | null> {
+interface SimulatedStep {
+  readonly step: number; // seconds
+  readonly generation: number;
+  readonly training: number;
+}
+
+/** A step of a run on simulated workers; null where the options are refused. */
+async function simulatedStep(name: string, words: readonly string[], dir: string): Promise<SimulatedStep | null> {
   const texts = ['abc', 'bcd']; // four tokens with the end; one is rewarded
   const tokens = LARGE_TURNS * ((texts[0] ?? '').length + 1);
   const script = {
@@ -352,8 +358,15 @@ async function simulatedStep(name: string, words: readonly string[], dir: string
   const code = await runLoop(argv);
   if (code !== 0) throw new Error(`The loop of ${name} exited with ${code}`);
   const lines = readFileSync(join(runDir, 'metrics.jsonl'), 'utf8').trim().split('\n');
-  const ends = lines.map((line) => (JSON.parse(line) as { time_unix_s: number }).time_unix_s).slice(ASYNC.warmUp);
-  return ((ends.at(-1) ?? Number.NaN) - (ends[0] ?? Number.NaN)) / (ends.length - 1);
+  const steps = lines.map((line) => JSON.parse(line) as Record<string, number>).slice(ASYNC.warmUp);
+  const median = (name: string) =>
+    steps.map((step) => step[name] ?? Number.NaN).sort((a, b) => a - b)[steps.length >> 1];
+  const [first = Number.NaN, last = Number.NaN] = [steps[0]?.time_unix_s, steps.at(-1)?.time_unix_s];
+  return {
+    step: (last - first) / (steps.length - 1),
+    generation: median('time_generation_s') ?? Number.NaN,
+    training: median('time_train_s') ?? Number.NaN,
+  };
 }
 
 async function measureAsync(dir: string): Promise<Record<string, number | null>> {
@@ -362,11 +375,15 @@ async function measureAsync(dir: string): Promise<Record<string, number | null>>
   late.push('--algo.advantage.is_correction_level', 'token');
   const async = await simulatedStep('simulated-async', late, dir);
   invariant(sync, 'the synchronous loop is always there');
+  // In the synchronous run nothing else goes on while it samples, nor while it trains.
+  const longer = Math.max(sync.generation, sync.training);
   return {
-    simulated_step_s: round(sync),
-    async_step_s: async && round(async),
-    async_efficiency: async && round(ASYNC.latencyMs / 1000 / async),
-    async_vs_sync: async && round(async / sync),
+    simulated_step_s: round(sync.step),
+    simulated_generation_s: round(sync.generation),
+    simulated_training_s: round(sync.training),
+    async_step_s: async && round(async.step),
+    async_efficiency: async && round(longer / async.step),
+    async_vs_sync: async && round(async.step / sync.step),
   };
 }
 

@@ -5,7 +5,10 @@ import { tmpdir } from 'node:os';
 import { join } from 'node:path';
 import { afterAll, beforeAll, expect, test } from 'vitest';
 import { Health } from '../molt/health.ts';
+import { nodeCommand } from '../molt/launch.ts';
 import { readLedger } from '../molt/ledger.ts';
+import { Tokenizer } from '../molt/tokenizer.ts';
+import { Cell } from './contract.ts';
 
 const RECIPE = 'test/fixtures/recipe_simulated.ts';
 const LIMIT_MS = 60_000;
@@ -86,6 +89,35 @@ test('steps that were skipped because loss or gradient was not finite stop the r
   const step = (skipped: number) => health.check({ skipped, logprob_mismatch_mean: 0, tokens_credited: 1 });
   for (const skipped of [1, 1, 0, 1, 1]) expect(step(skipped)).toBe('fine');
   expect(() => step(1)).toThrow('Loss or gradient was not finite on 3 steps running');
+});
+
+test('what is asked of a tokenizer that is being started again waits for it', async () => {
+  const cell = await Cell.open();
+  const script = { failures: [{ worker: 'tokenizer-0', what: 'exit', on: 'encode', nth: 2 }] };
+  let later: Promise<unknown> = Promise.resolve();
+  const tokenizer = new Tokenizer({
+    launcher: cell.launcher,
+    spec: () => ({
+      id: 'tokenizer-0',
+      kind: 'tokenizer',
+      command: nodeCommand('workers/simulated.ts'),
+      options: { model_path: 'simulated', script },
+    }),
+    maxRestarts: 1,
+    // Once the new process is there, before it has said hello.
+    event: () => setTimeout(() => (later = tokenizer.request('encode', { texts: ['later'] })), 1),
+  });
+  try {
+    await tokenizer.ready;
+    const lengths = async (text: string) => [...(await tokenizer.request('encode', { texts: [text] })).frames.lengths];
+    expect(await lengths('ab')).toEqual([2]);
+    expect(await lengths('abc')).toEqual([3]); // it dies of this, and answers it
+    await expect(later).resolves.toMatchObject({ fields: { errors: [null] } });
+    expect(tokenizer.restarts).toBe(1);
+  } finally {
+    tokenizer.close();
+    await cell.close();
+  }
 });
 
 test(
