@@ -10,10 +10,10 @@ import { check, crossings, type Findings, interleave, openWorld, randomOf, type 
 const TOLERANCE = 1e-4;
 
 describe.each([
-  { kind: simulated, cache: 'clear', numEngines: 2, count: 12, killEvery: 4 },
-  { kind: torch, cache: 'clear', numEngines: 2, count: 6, killEvery: 4 },
-  { kind: torch, cache: 'keep', numEngines: 1, count: 6, killEvery: 0 },
-  { kind: torchMoe, cache: 'clear', numEngines: 1, count: 3, killEvery: 0 },
+  { kind: simulated, cache: 'clear', numEngines: 2, count: 8, killEvery: 4 },
+  { kind: torch, cache: 'clear', numEngines: 2, count: 4, killEvery: 4 },
+  { kind: torch, cache: 'keep', numEngines: 1, count: 4, killEvery: 0 },
+  { kind: torchMoe, cache: 'clear', numEngines: 1, count: 2, killEvery: 0 },
 ] satisfies { kind: Kind; cache: 'clear' | 'keep'; numEngines: number; count: number; killEvery: number }[])(
   'partial rollout with $kind.name engines and refit.cache $cache',
   ({ kind, cache, numEngines, count, killEvery }) => {
