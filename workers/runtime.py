@@ -336,13 +336,24 @@ class Runtime:
                 due = time.monotonic() + self._heartbeat_s
             closing = self._closing  # read before draining: what was posted before _close still goes out
             while self._outgoing:
-                self._socket.send_multipart(self._together(), copy=False)
+                self._transmit(self._together())
             if closing:
                 break
         self._socket.disable_monitor()
         self._monitor.close()
         self._socket.close()
         self._context.term()  # waits up to LINGER_MS
+
+    def _transmit(self, parts: list[bytes]) -> None:
+        """
+        Never waits, since this thread also watches the parent. Nothing limits what may be queued, so a socket
+        that takes nothing has nobody to send to: a plain send would wait for ever, and the process with it.
+        """
+        try:
+            self._socket.send_multipart(parts, flags=zmq.DONTWAIT, copy=False)
+        except zmq.Again:
+            if not self._closing:
+                _kill_own_group("the link to the controller is gone (nobody to send to)")
 
     def _together(self) -> list[bytes]:
         """What waits to be sent, as one ZeroMQ message unless it is much."""
