@@ -88,9 +88,9 @@ export class Buffer {
     return Math.max(0, Math.min(most, stepsToCome * this.#options.batch) - this.#live);
   }
 
-  /** Groups that the batch in the making has, and that it wants. */
-  get progress(): { readonly have: number; readonly want: number } {
-    return { have: Math.min(this.#waiting.length, this.#options.batch), want: this.#options.batch };
+  /** Groups that a whole batch has. */
+  get batchSize(): number {
+    return this.#options.batch;
   }
   get counts() {
     return {
@@ -101,9 +101,6 @@ export class Buffer {
       trained: this.#trained,
       dropped: this.#dropped,
     };
-  }
-  get runningIds(): readonly string[] {
-    return [...this.#running.keys()];
   }
   /** Everything that was admitted is decided, and nothing more comes. */
   get isDone(): boolean {

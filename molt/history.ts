@@ -168,7 +168,7 @@ export function readRollout(place: Place): Rollout {
 }
 
 /** From the columns of a `finished` record (report.ts writes them). */
-export function readTrajectories(arrays: Entry['arrays']): Trajectory[] {
+function readTrajectories(arrays: Entry['arrays']): Trajectory[] {
   const { lengths = [], ids, loss_mask, logprobs, versions, turns, spans = new Int32Array() } = arrays;
   const all: Span[][] = Array.from(lengths, () => []);
   for (let i = 0; i < spans.length; i += 6) {

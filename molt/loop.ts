@@ -261,7 +261,7 @@ async function train(args: Context): Promise<void> {
   const look = () => {
     failures.check();
     const { running, waiting } = buffer.counts;
-    watchdog.waitsFor = `${buffer.progress.want} groups for step ${step + 1}: ${waiting} wait, ${running} run`;
+    watchdog.waitsFor = `${buffer.batchSize} groups for step ${step + 1}: ${waiting} wait, ${running} run`;
     progress.show(`step ${step + 1}: ${waiting}/${batchSize} groups, ${running} running`, waiting / batchSize);
   };
 

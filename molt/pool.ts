@@ -114,7 +114,7 @@ export class Pool {
         if (!this.#next(version(), false)) return;
       }
       // Meanwhile, for what comes then; it comes upon the error again.
-      stream.ahead(2 * buffer.progress.want).catch(() => {});
+      stream.ahead(2 * buffer.batchSize).catch(() => {});
     } catch (error) {
       this.#error = error as Error;
       this.#wake();
@@ -252,7 +252,7 @@ export class Pool {
   /** The policy stays as it is until a batch is trained, so more of the same would not help. */
   #checkInVain(): void {
     const dropped = [...this.#inVain.values()].reduce((a, b) => a + b, 0);
-    if (dropped < Math.max(LEAST_IN_VAIN, MOST_IN_VAIN * this.#args.buffer.progress.want)) return;
+    if (dropped < Math.max(LEAST_IN_VAIN, MOST_IN_VAIN * this.#args.buffer.batchSize)) return;
     const reasons = [...this.#inVain].map(([reason, n]) => `${n} ${reason}`).join(', ');
     throw new Error(
       `${dropped} groups in a row were dropped and none is left to train: ${reasons} (algo.dynamic_filtering_range, rollout.failed_members)`,

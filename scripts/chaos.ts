@@ -12,19 +12,22 @@
  *   doubled  groups that were trained twice
  *   hangs    times that no step was done for HANG_S
  *
+ * No process may be left that writes to a log of the run.
  * The last line of each part is JSON {kills, lost, doubled, hangs}.
  */
 import { type ChildProcess, spawn } from 'node:child_process';
-import { existsSync, mkdtempSync, readdirSync, readFileSync, rmSync } from 'node:fs';
+import { existsSync, mkdtempSync, readdirSync, readFileSync, readlinkSync, rmSync } from 'node:fs';
 import { tmpdir } from 'node:os';
 import { join } from 'node:path';
 import { setTimeout as sleep } from 'node:timers/promises';
 import { readLedger } from '../molt/ledger.ts';
+import { random } from '../test/pool_cases.ts';
 
 const KINDS = ['controller', 'engine', 'trainer', 'runner', 'tokenizer'] as const;
 type Kind = (typeof KINDS)[number];
 const HANG_S = 90;
 const OLD_MS = 1000;
+const ORPHAN_MS = 3000;
 const AUDIT = 'molt/audit.ts';
 
 export interface Part {
@@ -100,11 +103,18 @@ export async function chaos(part: Part, say: (line: string) => void = console.lo
       for (const id of missing(runDir, notes, times)) lost.add(id);
     }
     const { doubled, steps, reward } = result(runDir);
+    const orphans = await orphansOf(runDir);
     const audit = existsSync(AUDIT) ? await audited(runDir) : 'not there';
-    const isGood = lost.size === 0 && doubled === 0 && hangs === 0 && reward >= part.reward && audit === 'ok';
+    const isGood =
+      lost.size === 0 &&
+      doubled === 0 &&
+      hangs === 0 &&
+      orphans.length === 0 &&
+      reward >= part.reward &&
+      audit === 'ok';
     const who = [...counts].map(([kind, n]) => `${n} ${kind}`).join(', ');
     say(
-      `prove chaos ${part.name}: ${kills} kills (${who}), ${lives} lives, ${gaveUp} of them gave up, ${steps} steps, held-out ${reward.toFixed(3)}, audit ${audit}${lost.size > 0 ? `, lost ${[...lost].slice(0, 5).join(' ')}` : ''}`,
+      `prove chaos ${part.name}: ${kills} kills (${who}), ${lives} lives, ${gaveUp} of them gave up, ${steps} steps, held-out ${reward.toFixed(3)}, audit ${audit}, left behind ${orphans.join(' ') || 'nothing'}${lost.size > 0 ? `, lost ${[...lost].slice(0, 5).join(' ')}` : ''}`,
     );
     say(JSON.stringify({ kills, lost: lost.size, doubled, hangs }));
     return { kills, lost: lost.size, doubled, hangs, isGood };
@@ -153,6 +163,21 @@ function workersOf(controller: number, kind: Kind): number[] {
         const [state, parent] = stat.slice(stat.lastIndexOf(')') + 2).split(' ');
         if (Number(parent) !== controller || state === 'Z') return false;
         return readFileSync(`/proc/${pid}/cmdline`, 'utf8').includes(`\0--worker-id\0${kind}-`);
+      } catch {
+        return false; // it ended while we looked
+      }
+    });
+}
+
+/** Workers that are still there a while after the last controller has ended, by the log they write to. */
+async function orphansOf(runDir: string): Promise<number[]> {
+  await sleep(ORPHAN_MS);
+  return readdirSync('/proc')
+    .filter((name) => /^\d+$/.test(name))
+    .map(Number)
+    .filter((pid) => {
+      try {
+        return readlinkSync(`/proc/${pid}/fd/1`).startsWith(join(runDir, 'logs'));
       } catch {
         return false; // it ended while we looked
       }
@@ -223,15 +248,4 @@ async function audited(runDir: string): Promise<string> {
   });
   const code = await new Promise((done) => child.once('close', done));
   return code === 0 ? 'ok' : `FAILED:\n${out}`;
-}
-
-/** Mulberry32. */
-function random(seed: number): () => number {
-  let state = seed >>> 0;
-  return () => {
-    state = (state + 0x6d2b79f5) >>> 0;
-    let t = Math.imul(state ^ (state >>> 15), 1 | state);
-    t = (t + Math.imul(t ^ (t >>> 7), 61 | t)) ^ t;
-    return ((t ^ (t >>> 14)) >>> 0) / 4294967296;
-  };
 }
