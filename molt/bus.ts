@@ -70,6 +70,8 @@ const TOGETHER_BYTES = 1024 * 1024;
 const BUS_LINGER_MS = 400;
 const LINK_LINGER_MS = 1_500;
 const CLOSE_MS = 1_000;
+/** A send that finds nobody mostly means that the process has ended: how it ended says more, and is known a little later. */
+const LINK_GONE_MS = 500;
 const EXIT_REFUSED = 3;
 /** A worker that cannot use what it was given (a model, an agent, a script) prints one line and exits with this. */
 export const EXIT_BAD_INPUT = 4;
@@ -377,7 +379,9 @@ export class Bus {
 
   #transmit(seat: Seat, message: Buffer[]): void {
     if (this.#closed) return;
-    this.#socket.send(message).catch((error: Error) => this.#lose(seat, `its link is gone (${error.message})`));
+    this.#socket.send(message).catch((error: Error) => {
+      setTimeout(() => this.#lose(seat, `its link is gone (${error.message})`), LINK_GONE_MS).unref();
+    });
   }
 
   /** Every peer is lost afterwards; the port is free when it resolves. May be called twice. */

@@ -1,40 +1,61 @@
 """The worker runtime where no controller is: nothing may wait for ever."""
 
-import time
+import os
+import signal
+import subprocess
+import sys
+import threading
 
 import pytest
 import zmq
 
-import runtime
+import protocol
+
+# A worker whose work thread sends without a pause, so that the link breaks under a send of the I/O thread.
+WORKER = """
+import time
 from runtime import Runtime
+runtime = Runtime.connect("tokenizer", {"vocab_size": 8, "multimodal": False})
+print("welcomed", flush=True)
+while True:
+    for _ in range(100):
+        runtime.send("heartbeat", {"received": 0, "stats": {}})
+    time.sleep(0.002)
+"""
 
 
-def test_a_message_to_a_controller_that_is_gone_ends_the_process(monkeypatch):
+@pytest.mark.parametrize("attempt", range(3))
+def test_a_worker_whose_link_breaks_under_a_send_ends(attempt):
     context = zmq.Context()
     router = context.socket(zmq.ROUTER)
+    router.setsockopt(zmq.RCVHWM, 0)
     port = router.bind_to_random_port("tcp://127.0.0.1")
-    dealer = context.socket(zmq.DEALER)
-    dealer.setsockopt(zmq.RECONNECT_IVL, -1)
-    dealer.setsockopt(zmq.SNDHWM, 0)
-    dealer.connect(f"tcp://127.0.0.1:{port}")
-    dealer.send(b"hello")
-    router.recv_multipart()
-    worker = Runtime.__new__(Runtime)
-    worker._socket = dealer
-    worker._closing = False
-
-    class Ended(Exception):
-        pass
-
-    def end(reason: str):
-        raise Ended(reason)
-
-    monkeypatch.setattr(runtime, "_kill_own_group", end)
-    router.close(0)
-    with pytest.raises(Ended, match="nobody to send to"):
-        for _ in range(200):  # until the loss of the link is seen; a send that waits would hang here
-            worker._transmit([b"more"])
-            time.sleep(0.01)
-    worker._closing = True
-    worker._transmit([b"last"])  # the end has begun: whoever asked for it is gone, too
-    context.destroy(0)
+    args = ["--endpoint", f"tcp://127.0.0.1:{port}", "--worker-id", "tokenizer-0"]
+    workers = os.path.dirname(protocol.__file__)
+    child = subprocess.Popen(
+        [sys.executable, "-c", WORKER, *args],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        cwd=workers,
+        start_new_session=True,
+    )
+    assert child.stdin and child.stdout
+    stuck = threading.Timer(30, lambda: os.killpg(child.pid, signal.SIGTERM))  # not what it should end by
+    stuck.start()
+    try:
+        child.stdin.write(b'{"secret": "s"}\n')
+        child.stdin.flush()
+        routing = router.recv_multipart()[0]
+        welcome = {"incarnation": 1, "options": {}, "heartbeat_ms": 1000}
+        router.send_multipart([routing, *protocol.encode("welcome", 0, welcome)])
+        assert child.stdout.readline() == b"welcomed\n"
+        for _ in range(20):
+            router.recv_multipart()
+        router.close(0)
+        assert child.wait() == -signal.SIGKILL
+    finally:
+        stuck.cancel()
+        if child.poll() is None:
+            os.killpg(child.pid, signal.SIGKILL)
+        child.communicate()
+        context.destroy(0)
