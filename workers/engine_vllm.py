@@ -1,0 +1,717 @@
+"""
+The vLLM engine worker: AsyncLLM behind the wire (protocol.py, generate to score).
+
+    requests -> checks -> handle -> (held while paused) -> EngineCore --one message per step--> `tokens` event
+
+AsyncLLM's own streams are left out: its output handler would make an object per token and merge what belongs
+to different steps. EngineCore's messages are read here directly; each is one step, carries the version of the
+weights that made it, and becomes at most one event.
+
+Invariants
+  1. The version of an event is the one EngineCore stamped on the step.
+  2. Requests that come while the engine is paused, or while a pause drains, are held here and sent on resume.
+  3. The reply to `pause` follows every token that EngineCore sampled before it: its messages arrive in order,
+     so what waits in the queue when the answer has come is all there is.
+  4. Keys of one version are nobody else's: the version is the cache salt of every request. A request that has
+     sampled nothing when weights change starts over under the new salt.
+  5. What EngineCore is told (add, abort, pause, load, resume) leaves in the order in which it was asked for.
+  6. When EngineCore or a worker process of vLLM is gone, or weights failed half-way, this process exits 1.
+
+Options: {model_path, device, dtype, max_requests, max_len, prefill_tokens, seed, vllm: {...}}; `vllm` as in
+`engine_args`. On a CPU a seed gives the same tokens in any batch and across `already`; on a GPU for a request
+that runs alone. vllm_extension.py runs inside vLLM's processes. Started by launch.ts.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import glob
+import os
+import shutil
+import tempfile
+import time
+from collections import deque
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from request_checks import check_generate, check_rows
+from runtime import Request, Runtime, WorkerError, bad_request, fatal, unsupported
+from sampling import mixed_seed
+from text_stream import TextStream
+
+CAPABILITIES = {"max_requests": None, "transports": ["file"], "logprobs": True, "heads": 0, "routes": False}
+MODES = ("keep", "drain", "abort")
+STATS = ("running", "waiting", "tokens", "steps", "prefill_tokens", "cached_tokens", "late_aborts")
+STATS += ("preemptions", "cache_use")
+RETRY_AFTER_MS = 50
+EVERY = 2**62  # a handle that none reaches
+GIB = 2**30
+CPU_CACHE_GIB = 1
+PREFIX = "molt-vllm-"  # of temporary directories and semaphores, followed by the process that made them
+
+
+@dataclass(eq=False)
+class Live:
+    """One request, from its handle to its ending."""
+
+    handle: int
+    fields: dict[str, Any]
+    prompt: list[int]
+    stream: TextStream | None
+    id: str = ""  # EngineCore's; "" = held here
+    ids: list[int] = field(default_factory=list)
+    cached: int | None = None  # prompt tokens that did not run; None until it was scheduled
+
+
+@dataclass
+class Outbox:
+    """One `tokens` event in the making."""
+
+    handles: list[int] = field(default_factory=list)
+    counts: list[int] = field(default_factory=list)
+    ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    texts: list[str] = field(default_factory=list)
+    ended: list[dict[str, Any]] = field(default_factory=list)
+
+
+# ---- vLLM ----
+
+
+def prepare_environment(options: dict[str, Any]) -> str:
+    """
+    Before vLLM is imported, here and in its children. Returns the directory of its temporary files, named by
+    this process, so that the next engine can remove what one that was killed left behind.
+    """
+    vllm = options["vllm"]
+    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+    os.environ.setdefault("DO_NOT_TRACK", "1")
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+    os.environ.setdefault(
+        "VLLM_ALLOW_LONG_MAX_MODEL_LEN", "1"
+    )  # checked against the model by options, not here
+    if options["device"] == "cpu":
+        os.environ["VLLM_TARGET_DEVICE"] = "cpu"
+        os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+        if vllm["tensor_parallel_size"] * vllm["pipeline_parallel_size"] == 1:
+            # The worker inside EngineCore: two processes and not three, and half the start-up.
+            os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    sweep()
+    own = tempfile.mkdtemp(prefix=f"{PREFIX}{os.getpid()}-")
+    os.environ["TMPDIR"] = os.environ["VLLM_RPC_BASE_PATH"] = own
+    tempfile.tempdir = None  # look at TMPDIR again
+    # Children inherit it: semaphores by names that tell whose they are.
+    import multiprocessing
+
+    multiprocessing.current_process()._config["semprefix"] = f"/{PREFIX}{os.getpid()}"  # type: ignore[attr-defined]
+    return own
+
+
+def sweep() -> None:
+    """Remove what engines left that are no more: nothing runs in a process that was killed."""
+    places = glob.glob(os.path.join(tempfile.gettempdir(), f"{PREFIX}*"))
+    for path in places + glob.glob(f"/dev/shm/sem.{PREFIX}*"):
+        pid = os.path.basename(path).split(PREFIX, 1)[1].split("-")[0]
+        if pid.isdigit() and not os.path.exists(f"/proc/{pid}"):
+            if os.path.isdir(path):
+                shutil.rmtree(path, ignore_errors=True)
+            else:
+                with contextlib.suppress(OSError):
+                    os.unlink(path)
+
+
+def engine_args(options: dict[str, Any]) -> dict[str, Any]:
+    """Fields of AsyncEngineArgs."""
+    from vllm.config import WeightTransferConfig
+
+    from vllm_extension import BACKEND
+
+    vllm, cpu = options["vllm"], options["device"] == "cpu"
+    speculation = speculative_config(vllm)
+    is_async = not cpu and speculation is None
+    args: dict[str, Any] = {
+        "model": options["model_path"],
+        "dtype": options["dtype"],
+        "seed": options["seed"],
+        "max_model_len": options["max_len"],
+        "max_num_seqs": options["max_requests"],
+        "max_num_batched_tokens": max(options["prefill_tokens"], options["max_requests"]),
+        "enable_chunked_prefill": True,
+        "enable_prefix_caching": vllm["enable_prefix_caching"],
+        "enforce_eager": cpu or vllm["enforce_eager"],
+        "tensor_parallel_size": vllm["tensor_parallel_size"],
+        "pipeline_parallel_size": vllm["pipeline_parallel_size"],
+        "data_parallel_size": vllm["data_parallel_size"],
+        "enable_expert_parallel": vllm["enable_expert_parallel"],
+        "logprobs_mode": "processed_logprobs",  # those of the distribution that was drawn from
+        "generation_config": "vllm",  # nothing from the model's directory changes how it samples
+        "skip_tokenizer_init": True,
+        "async_scheduling": is_async,
+        "scheduler_cls": f"vllm_extension.{'Async' if is_async else ''}EngineScheduler",
+        "worker_extension_cls": "vllm_extension.WorkerExtension",
+        "weight_transfer_config": WeightTransferConfig(backend=BACKEND),
+        "speculative_config": speculation,
+    }
+    if vllm["kv_cache_gb"] > 0 or cpu:
+        args["kv_cache_memory_bytes"] = int((vllm["kv_cache_gb"] or CPU_CACHE_GIB) * GIB)
+    else:
+        args["gpu_memory_utilization"] = vllm["gpu_memory_utilization"]
+    for name in ("attention_backend", "moe_backend"):
+        if vllm[name]:
+            args[name] = vllm[name]
+    return args | vllm["args"]
+
+
+def speculative_config(vllm: dict[str, Any]) -> dict[str, Any] | None:
+    method = vllm["speculation"]
+    if method == "off":
+        return None
+    config = {"num_speculative_tokens": vllm["num_speculative_tokens"]}
+    if method == "ngram":
+        return config | {"method": "ngram", "prompt_lookup_max": 4, "prompt_lookup_min": 1}
+    if method == "draft":
+        return config | {"method": "draft_model", "model": vllm["draft_model"]}
+    return config | {"method": "mtp"}
+
+
+# ---- The engine ----
+
+
+class Engine:
+    """Lives on one event loop. Coroutines raise WorkerError."""
+
+    def __init__(self, runtime: Runtime, llm, options: dict[str, Any]):
+        from vllm.inputs import tokens_input
+        from vllm.sampling_params import SamplingParams
+        from vllm.v1.engine import EngineCoreEventType, FinishReason
+
+        self.runtime = runtime
+        self.llm, self.core = llm, llm.engine_core
+        self.model_path = options["model_path"]
+        self.max_requests, self.max_len = options["max_requests"], options["max_len"]
+        self.vocab_size: int = llm.model_config.get_vocab_size()
+        self._seeds_by_position = options["device"] == "cpu"  # vllm_extension.py
+        self._tokens_input, self._params = tokens_input, SamplingParams
+        self._preempted = EngineCoreEventType.PREEMPTED
+        self._reasons = {
+            FinishReason.STOP: "stop",
+            FinishReason.LENGTH: "length",
+            FinishReason.REPETITION: "length",  # cut short, as by a limit
+            FinishReason.ABORT: "abort",
+            FinishReason.ERROR: "error",
+        }
+        self._repetition = FinishReason.REPETITION
+        self.version = 0
+        self.paused = False
+        self.live: dict[int, Live] = {}  # by handle
+        self._by_id: dict[str, Live] = {}  # those that EngineCore has
+        self._held: deque[Live] = deque()
+        self._scores: dict[str, asyncio.Future] = {}
+        self._next_handle = self._next_id = 1
+        self._epoch = -1
+        self._before = EVERY  # only handles below run: a pause that drains
+        self._is_pausing = False
+        self._clear = False
+        self._pauses: list[Request] = []  # not answered yet
+        self._pause_answer: tuple[dict, dict] | None = None
+        self._ops: asyncio.Queue[Callable[[], Awaitable[None]]] = asyncio.Queue()
+        self.stats: dict[str, float] = dict.fromkeys(STATS, 0.0)
+
+    async def start(self) -> None:
+        await self.core.set_weight_version_async("0")
+        await self.llm.collective_rpc("molt_start")
+
+    @cached_property
+    def tokenizer(self):
+        from transformers import AutoTokenizer
+
+        try:
+            return AutoTokenizer.from_pretrained(self.model_path)
+        except (OSError, ValueError) as error:
+            raise unsupported(
+                f"Text and stop strings need a tokenizer in {self.model_path}: {error}", "want_text"
+            ) from error
+
+    def _decode(self, ids) -> str:
+        return self.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+
+    async def run_ops(self) -> None:
+        """What goes to EngineCore, one after the other. Ends with the first error."""
+        while True:
+            await (await self._ops.get())()
+
+    async def read_outputs(self) -> None:
+        """EngineCore's messages, for ever. Raises EngineDeadError when it is gone."""
+        while True:
+            self._on_step(await self.core.get_output_async())
+
+    def _do(self, op: Callable[[], Awaitable[None]]) -> None:
+        self._ops.put_nowait(op)
+
+    # ---- Requests ----
+
+    def submit(self, fields: dict[str, Any], prompt: np.ndarray) -> int:
+        """A handle. The request waits while the engine is paused."""
+        check_generate(fields, prompt, vocab_size=self.vocab_size, max_len=self.max_len, routes=False)
+        if len(self.live) >= self.max_requests:
+            raise WorkerError(
+                "overloaded",
+                f"Engine has {self.max_requests} requests, its limit",
+                retry_after_ms=RETRY_AFTER_MS,
+            )
+        stream = None
+        ids = prompt.tolist()
+        if fields["want_text"] or fields["sampling"]["stop"]:
+            stream = TextStream(self._decode, ids, fields["already"], fields["sampling"]["stop"])
+        live = Live(self._next_handle, fields, ids, stream)
+        self._next_handle += 1
+        self.live[live.handle] = live
+        self._admit(live)
+        return live.handle
+
+    def _admit(self, live: Live) -> None:
+        if self.paused or self._is_pausing or live.handle >= self._before:
+            self._held.append(live)
+        else:
+            self._do(lambda: self._add(live))
+
+    async def _add(self, live: Live) -> None:
+        if live.handle not in self.live:
+            return  # aborted on the way
+        s = live.fields["sampling"]
+        already = live.fields["already"]
+        params = self._params(
+            temperature=s["temperature"],
+            top_p=s["top_p"],
+            top_k=s["top_k"],
+            max_tokens=s["max_tokens"],
+            seed=mixed_seed(s["seed"], 0 if self._seeds_by_position else already),
+            stop_token_ids=s["stop_token_ids"],
+            ignore_eos=True,  # what ends a turn is said by stop_token_ids
+            detokenize=False,
+            logprobs=0,
+        )
+        live.id = self._new_id("")
+        request = self._request(live.id, live.prompt, params, f"version-{self.version}")
+        self._by_id[live.id] = live
+        await self.core.add_request_async(request)
+
+    def _request(self, id: str, prompt: list[int], params, salt: str):
+        request = self.llm.input_processor.process_inputs(
+            id, self._tokens_input(prompt, cache_salt=salt), params, ("generate",)
+        )
+        request.external_req_id = id
+        return request
+
+    def _new_id(self, prefix: str) -> str:
+        self._next_id += 1
+        return f"{prefix}{self._next_id}"
+
+    def abort(self, handles: list[int]) -> None:
+        """Handles that already ended are counted and passed over: their endings are on the way."""
+        out = Outbox()
+        for handle in handles:
+            live = self.live.get(handle)
+            if live is None:
+                self.stats["late_aborts"] += 1
+            else:
+                self._end(live, "abort", None, out)
+        self._send(out)
+        self._settle()
+
+    def _end(self, live: Live, reason: str, detail: str | None, out: Outbox, is_over: bool = False) -> None:
+        """`is_over`: EngineCore has ended it, too."""
+        del self.live[live.handle]
+        if live.id:
+            self._by_id.pop(live.id, None)
+            if not is_over:
+                self._do(lambda: self.core.abort_requests_async([live.id]))
+        elif live in self._held:
+            self._held.remove(live)
+        cached = live.cached or 0
+        self.stats["cached_tokens"] += cached
+        if live.stream and live.fields["want_text"]:
+            held = live.stream.end()
+            if held:
+                if live.handle not in out.handles:
+                    out.handles.append(live.handle)
+                    out.counts.append(0)
+                    out.texts.append("")
+                out.texts[out.handles.index(live.handle)] += held
+        out.ended.append({"handle": live.handle, "reason": reason, "detail": detail, "cached_tokens": cached})
+
+    # ---- Steps ----
+
+    def _on_step(self, step) -> None:
+        """One message of EngineCore: one event."""
+        out = Outbox()
+        for output in step.outputs:
+            live = self._by_id.get(output.request_id)
+            if live is not None:
+                self._take(live, output, out)
+            elif output.request_id in self._scores:
+                self._take_score(output)
+        if step.outputs:
+            self.stats["steps"] += 1
+        if step.scheduler_stats is not None:
+            stats = step.scheduler_stats
+            self.stats["running"], self.stats["waiting"] = stats.num_running_reqs, stats.num_waiting_reqs
+            self.stats["cache_use"] = stats.kv_cache_usage
+        self._send(out, int(step.weight_version) if step.weight_version else None)
+        if out.ended:
+            self._settle()
+
+    def _take(self, live: Live, output, out: Outbox) -> None:
+        for event in output.events or ():
+            self.stats["preemptions"] += event.type == self._preempted
+        if output.prefill_stats is not None:
+            if live.cached is None:
+                live.cached = output.prefill_stats.num_cached_tokens
+            self.stats["prefill_tokens"] += output.prefill_stats.num_computed_tokens
+        ids = output.new_token_ids
+        logprobs = output.new_logprobs.logprobs[:, 0].tolist() if ids else []
+        sound = next((i for i, value in enumerate(logprobs) if not np.isfinite(value)), len(ids))
+        kept, text, stop = self._read_text(live, ids[:sound])
+        if kept:
+            live.ids += ids[:kept]
+            out.handles.append(live.handle)
+            out.counts.append(kept)
+            out.ids += ids[:kept]
+            out.logprobs += logprobs[:kept]
+            out.texts.append(text)
+            self.stats["tokens"] += kept
+        is_over = output.finish_reason is not None
+        if stop is not None:
+            self._end(live, "stop", stop, out, is_over)
+        elif sound < len(ids):
+            self._end(live, "error", "the logits are not finite", out, is_over)
+        elif is_over:
+            self._end(live, *self._ending(output), out, True)
+
+    def _ending(self, output) -> tuple[str, str | None]:
+        """(reason, detail) of a request that EngineCore ended."""
+        reason = self._reasons[output.finish_reason]
+        if output.finish_reason == self._repetition:
+            return reason, "repetition"
+        return reason, "vLLM ended it with an error; its log says why" if reason == "error" else None
+
+    def _read_text(self, live: Live, ids: list[int]) -> tuple[int, str, str | None]:
+        """(tokens up to the one that completed a stop string, their text, the stop string)."""
+        if live.stream is None:
+            return len(ids), "", None
+        texts = []
+        for i, token in enumerate(ids):
+            delta, stop = live.stream.push(token)
+            texts.append(delta)
+            if stop is not None:
+                return i + 1, "".join(texts), stop
+        return len(ids), "".join(texts), None
+
+    def _send(self, out: Outbox, version: int | None = None) -> None:
+        if not out.handles and not out.ended:
+            return
+        frames = {
+            "handles": np.array(out.handles, dtype=np.int32),
+            "counts": np.array(out.counts, dtype=np.int32),
+            "ids": np.array(out.ids, dtype=np.int32),
+            "logprobs": np.array(out.logprobs, dtype=np.float32),
+        }
+        texts = out.texts if any(out.texts) else []
+        version = self.version if version is None else version
+        self.runtime.send("tokens", {"version": version, "texts": texts, "ended": out.ended}, frames)
+
+    # ---- Pause, load, resume ----
+
+    def pause(self, request: Request) -> None:
+        """Answered when it holds. Repeating an epoch changes nothing."""
+        epoch, mode = request.fields["epoch"], request.fields["mode"]
+        if mode not in MODES:
+            raise bad_request(f"mode must be keep, drain or abort, got {mode}", "mode")
+        if epoch < self._epoch:
+            raise bad_request(f"Pause of epoch {epoch} comes after epoch {self._epoch}", "epoch")
+        self._pauses.append(request)
+        if epoch > self._epoch:
+            self._epoch, self._pause_answer, self._clear = epoch, None, request.fields["clear_cache"]
+            if mode == "drain" and not self.paused:
+                self._before = min(self._before, self._next_handle)
+            else:
+                self._before = 0  # nothing is waited for
+            if mode == "abort":
+                out = Outbox()
+                for live in list(self.live.values()):
+                    self._end(live, "abort", None, out)
+                self._send(out)
+            self._settle()
+        self._answer_pauses()
+
+    def look_at_cancelled(self) -> None:
+        """Of pauses: whoever asked no longer wants it. One that still drains is off when nobody does."""
+        if self._pauses and self._pause_answer is None and all(r.cancelled for r in self._pauses):
+            self._epoch, self._before = -1, EVERY
+            if not self.paused and not self._is_pausing:
+                self._release()
+        for request in [r for r in self._pauses if r.cancelled]:
+            self._pauses.remove(request)
+            self.runtime.reply_error(request, WorkerError("cancelled", "the pause was cancelled"))
+
+    def _settle(self) -> None:
+        """A pause takes effect once nothing that it waits for is left."""
+        if self._before == EVERY or any(handle < self._before for handle in self.live):
+            return
+        self._before = EVERY
+        self._is_pausing = True
+        self._do(self._pause_now)
+
+    async def _pause_now(self) -> None:
+        clear = self._clear
+        await self.core.pause_scheduler_async(mode="keep", clear_cache=clear)
+        while not self.core.outputs_queue.empty():
+            self._on_step(await self.core.get_output_async())
+        self.paused, self._is_pausing = True, False
+        self._kept_keys = not clear
+        handles = sorted(self.live)
+        frames = {
+            "handles": np.array(handles, dtype=np.int32),
+            "totals": np.array([len(self.live[handle].ids) for handle in handles], dtype=np.int32),
+        }
+        self._pause_answer = {"version": self.version}, frames
+        self._answer_pauses()
+
+    def _answer_pauses(self) -> None:
+        if self._pause_answer is None:
+            return
+        for request in self._pauses:
+            self.runtime.reply(request, *self._pause_answer)
+        self._pauses = []
+
+    async def load_weights(self, fields: dict[str, Any]) -> dict[str, Any]:
+        """The reply. Raises `fatal` on any mismatch: the engine is not to be used any more."""
+        version, source = fields["version"], fields["source"]
+        if not self.paused:
+            raise bad_request(f"Cannot load version {version}: the engine is not paused", "version")
+        if source["transport"] != "file":
+            raise unsupported(f"Transport {source['transport']} is not known, want file", "source.transport")
+        started = time.perf_counter()
+        try:
+            args = (source["path"], fields["tensors"], fields["last"])
+            verify_ms = max(await self.llm.collective_rpc("molt_stage", args=args))
+            if fields["last"]:
+                await self._apply(version)
+        except Exception as error:
+            raise fatal(f"Cannot load version {version}: {cause(error)}") from error
+        self._has_parts = not fields["last"]
+        total_ms = 1000 * (time.perf_counter() - started)
+        return {"loaded": len(fields["tensors"]), "verify_ms": verify_ms, "load_ms": total_ms - verify_ms}
+
+    async def _apply(self, version: int) -> None:
+        from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
+
+        await self.llm.start_weight_update()
+        await self.llm.update_weights(WeightTransferUpdateRequest(update_info={}))
+        await self.llm.finish_weight_update(str(version))
+        self.version = version
+        for live in [live for live in self._by_id.values() if not live.ids]:
+            # It starts over: the keys of its prompt are of the old weights, or named so.
+            await self.core.abort_requests_async([live.id])
+            del self._by_id[live.id]
+            live.id, live.cached = "", None
+            self._held.append(live)
+
+    _has_parts = False
+
+    async def resume(self, request: Request) -> None:
+        epoch = request.fields["epoch"]
+        if epoch != self._epoch:
+            raise bad_request(
+                f"Cannot resume epoch {epoch}: the last pause was of epoch {self._epoch}", "epoch"
+            )
+        if self._pause_answer is None:
+            raise bad_request(f"Cannot resume epoch {epoch}: its pause still drains", "epoch")
+        if self._has_parts:
+            raise fatal("Cannot resume: parts of the weights were sent, the last one was not")
+        await self.core.resume_scheduler_async()
+        self.paused = False
+        self._release()
+
+    def _release(self) -> None:
+        held, self._held = sorted(self._held, key=lambda live: live.handle), deque()
+        for live in held:
+            self._admit(live)
+
+    # ---- Score ----
+
+    async def score(self, ids: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+        """(N,) logprobs at temperature 1, 0 for the first of a row. Works at any time (vllm_extension.py)."""
+        from vllm_extension import SCORE
+
+        check_rows(ids, lengths, self.vocab_size)
+        if lengths.size and lengths.max() >= self.max_len:
+            raise bad_request(
+                f"A row of {lengths.max()} ids leaves no room in max_len {self.max_len}", "lengths"
+            )
+        out = np.zeros(len(ids), dtype=np.float32)
+        params = self._params(temperature=0, max_tokens=1, prompt_logprobs=0, detokenize=False)
+        waiting = []
+        at = 0
+        for n in lengths.tolist():
+            if n > 1:
+                id = self._new_id(SCORE)
+                self._scores[id] = asyncio.get_running_loop().create_future()
+                waiting.append((id, at, n))
+                await self.core.add_request_async(self._request(id, ids[at : at + n].tolist(), params, id))
+            at += n
+        for id, at, n in waiting:
+            out[at + 1 : at + n] = await self._scores[id]
+            del self._scores[id]
+        return out
+
+    def _take_score(self, output) -> None:
+        future = self._scores[output.request_id]
+        if output.new_prompt_logprobs_tensors is not None and not future.done():
+            future.set_result(output.new_prompt_logprobs_tensors.logprobs[:, 0].numpy())
+        elif output.finish_reason is not None and not future.done():
+            future.set_exception(fatal("vLLM ended a score without logprobs"))
+
+
+def cause(error: Exception) -> str:
+    """vLLM wraps what failed in a worker into a bare Exception with the text."""
+    text = str(error)
+    return text.split("failed: ", 1)[1] if text.startswith("Call to collective_rpc method failed: ") else text
+
+
+# ---- The worker ----
+
+
+class Server:
+    def __init__(self, runtime: Runtime, engine: Engine):
+        self.runtime, self.engine = runtime, engine
+        self.arrived = asyncio.Event()
+
+    async def run(self) -> None:
+        """Until `stop` came and nothing is left, or until vLLM fails."""
+        loop = asyncio.get_running_loop()
+        self.runtime.stats = self.engine.stats
+        self.runtime.notify = lambda: loop.call_soon_threadsafe(self.arrived.set)
+        tasks = {
+            asyncio.create_task(work)
+            for work in (self.serve(), self.engine.read_outputs(), self.engine.run_ops())
+        }
+        done, rest = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        for task in rest:
+            task.cancel()
+        for task in done:
+            task.result()
+
+    async def serve(self) -> None:
+        while True:
+            try:
+                requests = self.runtime.receive(0)
+            except SystemExit:
+                if not self.engine.live:
+                    return
+                requests = []
+                await asyncio.sleep(0.05)  # what runs finishes first
+            for request in requests:
+                self.handle(request)
+            self.engine.look_at_cancelled()
+            if not requests and not self.runtime.stopping:
+                await self.arrived.wait()
+            self.arrived.clear()
+            await asyncio.sleep(0)
+
+    def handle(self, request: Request) -> None:
+        engine, fields, frames = self.engine, request.fields, request.frames
+        try:
+            match request.kind:
+                case "generate":
+                    self.runtime.reply(request, {"handle": engine.submit(fields, frames["prompt"])})
+                case "abort":
+                    engine.abort(fields["handles"])
+                    self.runtime.reply(request)
+                case "pause":
+                    engine.pause(request)
+                case "load_weights":
+                    engine._do(lambda: self.answer(request, self.load(fields)))
+                case "resume":
+                    engine._do(lambda: self.answer(request, self.resume(request)))
+                case "score":
+                    engine._do(lambda: self.answer(request, self.score(frames)))
+                case _:
+                    raise unsupported(f"An engine does not answer {request.kind}", "kind")
+        except Exception as exc:  # noqa: BLE001 at this edge every failure is an answer
+            engine._pauses = [r for r in engine._pauses if r is not request]
+            self.runtime.reply_error(request, exc)
+
+    async def answer(self, request: Request, work: Awaitable[tuple[dict, dict | None]]) -> None:
+        try:
+            self.runtime.reply(request, *await work)
+        except Exception as exc:  # noqa: BLE001 at this edge every failure is an answer
+            self.runtime.reply_error(request, exc)
+
+    async def load(self, fields: dict[str, Any]) -> tuple[dict, dict | None]:
+        return await self.engine.load_weights(fields), None
+
+    async def resume(self, request: Request) -> tuple[dict, dict | None]:
+        await self.engine.resume(request)
+        return {}, None
+
+    async def score(self, frames: dict[str, np.ndarray]) -> tuple[dict, dict | None]:
+        version = self.engine.version
+        return {"version": version}, {"logprobs": await self.engine.score(frames["ids"], frames["lengths"])}
+
+
+async def serve(runtime: Runtime, options: dict[str, Any]) -> None:
+    from vllm import AsyncEngineArgs
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    try:
+        args = AsyncEngineArgs(**engine_args(options))
+        config = args.create_engine_config()
+    except (OSError, ValueError, TypeError) as error:
+        runtime.refuse_input(error)
+    from vllm.v1.executor.abstract import Executor
+
+    llm = AsyncLLM(
+        vllm_config=config,
+        executor_class=Executor.get_class(config),
+        log_stats=True,
+        log_requests=False,
+        start_engine_loop=False,
+        stat_loggers=[],
+    )
+    if llm.output_handler is not None:
+        llm.output_handler.cancel()  # it would take every other step
+    try:
+        engine = Engine(runtime, llm, options)
+        await engine.start()
+        runtime.ready(
+            model=options["model_path"],
+            vocab_size=engine.vocab_size,
+            dtype=options["dtype"],
+            max_len=engine.max_len,
+            max_requests=engine.max_requests,
+        )
+        await Server(runtime, engine).run()
+    finally:
+        llm.shutdown()
+
+
+def main() -> None:
+    runtime = Runtime.connect("engine", CAPABILITIES)
+    options = runtime.options
+    if options["device"] == "auto":
+        options["device"] = "cuda" if os.path.exists("/dev/nvidia0") else "cpu"
+    own = prepare_environment(options)
+    try:
+        asyncio.run(serve(runtime, options))
+    finally:
+        shutil.rmtree(own, ignore_errors=True)
+
+
+if __name__ == "__main__":
+    main()
