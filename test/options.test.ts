@@ -168,7 +168,7 @@ const HALF_EQUAL = [
     'export const agent = () => ({ reset(t) { this.r = Number(/\\d+/.exec(t.input)[0]) % 2 || t.index % 2; return "x"; }, step() { return { reward: this.r, done: true }; } });',
   ),
 ];
-const DIES = [...SHORT, ...script({ failures: [{ worker: 'engine-0', what: 'exit', on: 'generate', nth: 3 }] })];
+const DIES = [...SHORT, ...script({ failures: [{ worker: 'engine-0', what: 'exit', on: 'generate', nth: 7 }] })];
 const SLOW_LOAD = [...SHORT, ...script({ latency_ms: { load_weights: 400 } })];
 const WRONG_WEIGHTS = [
   ...['--eval.dataset', 'none', '--train.num_steps', '8', '--refit.verify_every', '100'],
@@ -374,8 +374,8 @@ describe('options with a test of their own', () => {
     'engine.max_requests bounds what an engine samples at once',
     async () => {
       // 32 rollouts of at most 12 tokens: some 30 steps of an engine that samples all of a batch at once, over 100 of one
-      // that samples two. It dies at its 70th step, which only the second reaches.
-      const dies = { failures: [{ worker: 'engine-0', what: 'exit', on: 'step', nth: 70 }] };
+      // that samples two. It dies at its 86th step, which only the second reaches; parity at the start takes 16.
+      const dies = { failures: [{ worker: 'engine-0', what: 'exit', on: 'step', nth: 86 }] };
       const also = [...SHORT, ...script({ ...dies, latency_ms: { step: 5 } })];
       const [wide, narrow] = [await baseline(also), await run([...also, '--engine.max_requests', '2'])];
       expect(narrow.numbers).toBe(wide.numbers);
@@ -434,7 +434,7 @@ describe('options with a test of their own', () => {
   test(
     'engine.stall_s is how long an engine with requests may make no step; another one takes its place',
     async () => {
-      const stall = script({ failures: [{ worker: 'engine-0', what: 'stall', on: 'step', nth: 9 }] });
+      const stall = script({ failures: [{ worker: 'engine-0', what: 'stall', on: 'step', nth: 25 }] });
       const { exit, printed, metrics } = await run([...SHORT, ...stall, '--engine.stall_s', '2']);
       expect(printed).toMatch(/engine-0 made no step for\s+and is killed\. Its stacks:/);
       expect(exit, printed).toBe(0);
