@@ -271,7 +271,7 @@ const EFFECTS: Record<OptionName, Effect> = {
   'engine.prefill_tokens': { refused: ['16'] },
   'engine.dtype': { refused: ['bfloat16'] },
   'engine.device': { refused: ['cpu'] },
-  // What those of vllm change: vllm.test.ts
+  // What those of vllm change: vllm_options.test.ts
   'engine.tensor_parallel_size': { refused: ['2'] },
   'engine.pipeline_parallel_size': { refused: ['2'] },
   'engine.data_parallel_size': { refused: ['2'] },
