@@ -98,6 +98,7 @@ const OURS: Readonly<Record<string, string>> = {
   scheduling_policy: '',
   weight_transfer_config: '',
   stream_interval: '',
+  async_scheduling: '',
 };
 
 const PARALLEL = ['engine.tensor_parallel_size', 'engine.pipeline_parallel_size', 'engine.data_parallel_size'] as const;
@@ -193,9 +194,15 @@ function parseArgs(o: Options): Json {
 
 // ---- What the worker is told ----
 
-/** Under `vllm` in the options of engine_vllm.py, beside those of every engine. */
-export function vllmOptions(o: Options): Json {
-  return {
+/**
+ * What engine_vllm.py is told beside the options of every engine, and instead of `device` auto: it must run where the checks
+ * here think it does.
+ */
+export function vllmOptions(o: Options): {
+  readonly device: 'cpu' | 'cuda';
+  readonly vllm: Readonly<Record<string, Json>>;
+} {
+  const vllm = {
     tensor_parallel_size: o['engine.tensor_parallel_size'],
     pipeline_parallel_size: o['engine.pipeline_parallel_size'],
     data_parallel_size: o['engine.data_parallel_size'],
@@ -211,4 +218,5 @@ export function vllmOptions(o: Options): Json {
     draft_model: o['engine.draft_model'],
     args: parseArgs(o),
   };
+  return { device: isOnCpu(o['engine.device']) ? 'cpu' : 'cuda', vllm };
 }

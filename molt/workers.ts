@@ -230,7 +230,7 @@ function workerSpecs(options: Options, runDir: string) {
         max_len: options['engine.max_len'],
         prefill_tokens: options['engine.prefill_tokens'],
         seed: options['train.seed'],
-        ...(options['engine.kind'] === 'vllm' && { vllm: vllmOptions(options) }),
+        ...(options['engine.kind'] === 'vllm' && vllmOptions(options)),
       }),
     rank: (rank: number, life: number): WorkerSpec => ({
       env: threadsEnv(options['trainer.num_threads'] || trainerShare(options['trainer.num_ranks'])),

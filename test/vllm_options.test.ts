@@ -226,7 +226,7 @@ describe('what the worker is told', () => {
   };
   const told = async (...argv: readonly string[]) => {
     const base = ['--engine.kind', 'vllm', '--engine.device', 'cuda', '--launch.python', gpuBuild()];
-    return vllmOptions((await loadConfig([recipe, ...base, ...argv])).options) as Record<string, unknown>;
+    return vllmOptions((await loadConfig([recipe, ...base, ...argv])).options).vllm;
   };
 
   test('every option that only vllm has is in it, under its last part', async () => {
@@ -245,6 +245,12 @@ describe('what the worker is told', () => {
       expect(after[key], name).not.toEqual(before[key]);
     }
     expect(Object.keys(before)).toHaveLength(Object.keys(CHANGED).length);
+  });
+
+  test('the device is that of the checks, not auto', async () => {
+    const base = ['--engine.kind', 'vllm', '--launch.python', cpuBuild()];
+    vi.stubEnv('CUDA_VISIBLE_DEVICES', '');
+    expect(vllmOptions((await loadConfig([recipe, ...base])).options).device).toBe('cpu');
   });
 
   test('arguments come from text or from a file, as an object', async () => {
