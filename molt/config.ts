@@ -20,6 +20,7 @@ import { join, relative, resolve } from 'node:path';
 import yargs from 'yargs';
 import { importModule } from './modules.ts';
 import {
+  type Check,
   type Condition,
   GROUPS,
   OPTIONS,
@@ -33,15 +34,12 @@ import {
   type Spec,
 } from './options.ts';
 import type { Json } from './types.ts';
+import { resolveEngine, VLLM_CHECKS } from './vllm.ts';
 
 export { OPTIONS, type OptionName, type Options, optionNames } from './options.ts';
 
 // ---- What one option cannot see ----
 
-interface Check {
-  readonly options: readonly OptionName[]; // the first is the one reported; skipped while any of them is unreadable
-  readonly problem: (o: Options) => string | null;
-}
 const GROUP_ESTIMATORS: ReadonlySet<string> = new Set(['grpo', 'rloo', 'reinforce_baseline', 'dr_grpo']);
 
 const CHECKS: readonly Check[] = [
@@ -165,13 +163,6 @@ const CHECKS: readonly Check[] = [
         : null,
   },
   {
-    options: ['engine.kind'],
-    problem: (o) =>
-      o['engine.kind'] === 'vllm'
-        ? 'not available in this version, and installing vllm does not help yet: engines are torch or simulated'
-        : null,
-  },
-  {
     options: ['algo.advantage.estimator', 'rollout.n_samples_per_prompt'],
     problem: (o) =>
       GROUP_ESTIMATORS.has(o['algo.advantage.estimator']) && o['rollout.n_samples_per_prompt'] < 2
@@ -199,6 +190,7 @@ const CHECKS: readonly Check[] = [
     problem: (o) =>
       o['engine.max_len'] < o['data.max_len'] ? `must be 0 or >= data.max_len (${o['data.max_len']})` : null,
   },
+  ...VLLM_CHECKS,
   {
     options: ['simulated.script'],
     problem: (o) => {
@@ -305,12 +297,14 @@ export async function loadConfig(argv: readonly string[]): Promise<Config> {
 
   const options = values as Options;
   const typedSources = sources as Record<OptionName, Source>;
+  const engineProblem = await chooseEngine(values, unreadable);
   // Without its recipe every path is missing; saying so would bury the cause.
   const exported = ` (it exports ${module.exports.join(', ')})`;
   if (module.loaded) {
     const found = combinationProblems(options, typedSources, unreadable);
     problems.push(...found.map((line) => (/does not export `\w+`$/.test(line) ? `${line}${exported}` : line)));
   }
+  if (engineProblem !== null) problems.push(`${given('engine.kind', options, typedSources)}: ${engineProblem}`);
   if (problems.length > 0) throw new ConfigError(problems);
   return { recipePath, options, sources: typedSources, recipe: module.recipe };
 }
@@ -511,6 +505,18 @@ function fillDefaults(values: Record<string, unknown>, recipePath: string, modul
     const room = (values['data.max_len'] as number) - (values['rollout.max_new_tokens'] as number);
     values['data.max_prompt_len'] = Math.max(1, room); // less is refused as rollout.max_new_tokens
   }
+}
+
+/** Puts the engine that runs in the place of `auto`. Returns why it cannot run, else null. */
+async function chooseEngine(values: Record<string, unknown>, unreadable: Set<string>): Promise<string | null> {
+  const names = ['engine.kind', 'engine.device', 'launch.python'];
+  if (names.some((name) => unreadable.has(name))) {
+    unreadable.add('engine.kind'); // which one runs is not known, so nothing that depends on it is judged
+    return null;
+  }
+  const { kind, problem } = await resolveEngine(values as Options);
+  values['engine.kind'] = kind;
+  return problem;
 }
 
 // ---- Checks ----
@@ -795,13 +801,13 @@ export function changedOptions(saved: Json, now: Config): string[] {
     .map((name) => `--${name} was ${shown(name, before[name])}, is ${shown(name, now.options[name])}`);
 }
 
-/** The resolved config in one line: what is not at its default. */
+/** The resolved config in one line: what is not at its default, and the engine, whose default depends on the machine. */
 export function formatConfig(config: Config): string {
-  const set = optionNames().filter((name) => config.sources[name] !== 'default');
+  const set = optionNames().filter((name) => config.sources[name] !== 'default' || name === 'engine.kind');
   const parts = set.map(
     (name) => `${name}=${shown(name, config.options[name])}${config.sources[name] === 'cli' ? '*' : ''}`,
   );
-  return `Recipe ${relative(process.cwd(), config.recipePath)}: ${parts.join(' ') || 'all defaults'}`;
+  return `Recipe ${relative(process.cwd(), config.recipePath)}: ${parts.join(' ')}`;
 }
 
 /** The script of simulated workers; {} when there is none. Throws when it is neither JSON nor the path of a JSON file. */

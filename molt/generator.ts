@@ -58,6 +58,7 @@ interface Live {
   readonly maxTokens: number;
   readonly spans: { readonly version: number; readonly from: number; to: number }[]; // `to`: closeSpan
   version: number; // of the last span, -1 = none yet
+  readonly only: Engine | null; // the one that may sample it, null = any
   readonly isCounted: boolean;
   cachedTokens: number;
   aborted: boolean;
@@ -259,6 +260,15 @@ export class Generator {
 
   /** Sample one turn. Resolves with reason abort after `abort`; never rejects. */
   generate(request: TurnRequest): Promise<TurnResult> {
+    return this.#enqueue(request, null);
+  }
+
+  /** The same on this very engine, for checks of it: counted nowhere, no session. Ends with abort when the engine is lost. */
+  generateOn(engine: Engine, request: TurnRequest): Promise<TurnResult> {
+    return this.#enqueue(request, engine);
+  }
+
+  #enqueue(request: TurnRequest, only: Engine | null): Promise<TurnResult> {
     return new Promise((resolve) => {
       const live: Live = {
         request,
@@ -267,7 +277,8 @@ export class Generator {
         maxTokens: request.sampling.max_tokens,
         spans: [],
         version: -1,
-        isCounted: !request.rolloutId.startsWith(EVALUATION),
+        only,
+        isCounted: only === null && !request.rolloutId.startsWith(EVALUATION),
         cachedTokens: 0,
         aborted: false,
         engine: null,
@@ -275,6 +286,7 @@ export class Generator {
         handle: null,
       };
       this.#live.set(keyOf(request), live);
+      if (only?.peer.isLost) return this.#end(live, 'abort', 'its engine was lost', '');
       this.#queue.push(live);
       if (live.isCounted) this.#promptTokens += request.prompt.length;
       if (!this.#held) this.#busySince ??= performance.now();
@@ -383,12 +395,14 @@ export class Generator {
       const live = this.#queue.shift() as Live;
       live.engine = engine;
       engine.sent.add(live);
-      this.#affinity.set(live.request.sessionId, engine.index);
+      if (live.only === null) this.#affinity.set(live.request.sessionId, engine.index);
       void this.#send(engine, live); // handles its own errors
     }
   }
 
   #choose(live: Live): Engine | null {
+    const { only } = live;
+    if (only) return only.accepting && only.sent.size < only.limit.value ? only : null;
     let best: Engine | null = null;
     let same: Engine | null = null;
     const wanted = this.#affinity.get(live.request.sessionId);
@@ -526,7 +540,7 @@ export class Generator {
   #requeue(live: Live): void {
     live.engine = null;
     live.handle = null;
-    if (live.aborted) return this.#end(live, 'abort', 'its engine was lost', '');
+    if (live.aborted || live.only?.peer.isLost) return this.#end(live, 'abort', 'its engine was lost', '');
     this.#queue.unshift(live); // it has waited longest
     this.#pump();
   }
@@ -543,7 +557,9 @@ export class Generator {
       reason: reason.message,
       requests: orphans.length,
     });
-    for (const live of orphans.reverse()) this.#requeue(live);
+    const waiting = this.#queue.filter((live) => live.only === engine);
+    this.#queue = this.#queue.filter((live) => live.only !== engine);
+    for (const live of [...waiting, ...orphans].reverse()) this.#requeue(live);
     void this.#restart(engine.index, reason); // handles its own errors
   }
 

@@ -9,11 +9,12 @@
  * Each throws with the cause. Called by loop.ts.
  */
 import { isTrainable } from './buffer.ts';
-import { ConfigError } from './config.ts';
+import { ConfigError, type Options } from './config.ts';
 import type { MetricValues } from './metrics.ts';
 import { placeOf } from './modules.ts';
-import type { Refit } from './refit.ts';
+import { sampledParity, samplingProblem } from './parity.ts';
 import type { Rollout } from './types.ts';
+import type { Workers } from './workers.ts';
 
 /** Parity bounds (DESIGN, invariant 3.4): mean |dlogp| of a step or of the probes at the start. */
 export const MISMATCH_BOUND = { float32: 1e-3, bfloat16: 0.1 } as const;
@@ -185,13 +186,41 @@ export class Health {
   }
 }
 
-/** Engine and trainer on the same rows. Returns a line about it; throws when they are not the same model and `stop`. */
-export async function checkParity(refit: Refit, dtype: Dtype, stop: boolean): Promise<string> {
+/** What `checkParity` found. */
+export interface Agreement {
+  readonly scored: string; // both on the same rows
+  readonly sampled: string; // what engines sampled, by the trainer
+  readonly problems: readonly string[];
+}
+
+/** Whether engine and trainer are the same model, and engines sample from it. Rejects only where it cannot be told. */
+export async function checkParity(
+  { refit, generator, trainer, dtype }: Pick<Workers, 'refit' | 'generator' | 'trainer' | 'dtype'>,
+  options: Options,
+): Promise<Agreement> {
+  const bound = MISMATCH_BOUND[dtype];
+  const problems: string[] = [];
   const { mean, max } = await refit.parity();
-  if (stop && !(mean <= MISMATCH_BOUND[dtype])) {
-    throw new Error(
-      `Engine and trainer do not agree on the model: mean |dlogp| ${mean}, at most ${MISMATCH_BOUND[dtype]} in ${dtype} (--rollout.mismatch_stop off goes on)`,
+  if (!(mean <= bound))
+    problems.push(
+      `Engine and trainer do not agree on the model: mean |dlogp| ${mean}, at most ${bound} is allowed in ${dtype}`,
     );
+  const engines = await sampledParity({
+    generator,
+    trainer,
+    probes: refit.probes,
+    temperature: options['rollout.temperature'],
+    maxLen: options['engine.max_len'],
+  });
+  const drawn = options['engine.kind'] !== 'simulated';
+  for (const engine of engines) {
+    const problem = samplingProblem(engine, bound, drawn);
+    if (problem !== null) problems.push(problem);
   }
-  return `Parity of engine and trainer at version ${refit.version}: mean |dlogp| ${mean.toExponential(1)}, max ${max.toExponential(1)}`;
+  const worst = engines.reduce((a, b) => (b.mean <= a.mean ? a : b)); // NaN is the worst
+  return {
+    scored: `mean |dlogp| ${mean.toExponential(1)}, max ${max.toExponential(1)}, allowed ${bound} (${dtype})`,
+    sampled: `mean |dlogp| ${worst.mean.toExponential(1)}, max ${worst.max.toExponential(1)} of ${worst.tokens} tokens`,
+    problems,
+  };
 }

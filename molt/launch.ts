@@ -30,14 +30,14 @@ import {
 } from 'node:fs';
 import { createRequire } from 'node:module';
 import { tmpdir } from 'node:os';
-import { dirname, isAbsolute, join, resolve } from 'node:path';
+import { isAbsolute, join } from 'node:path';
 import type { Readable } from 'node:stream';
 import { setTimeout as sleep } from 'node:timers/promises';
 import { fileURLToPath, pathToFileURL } from 'node:url';
 import { type Bus, EXIT_BAD_INPUT, type Peer } from './bus.ts';
+import { pythonProgram, ROOT } from './python.ts';
 import { invariant, type Json } from './types.ts';
 
-const ROOT = resolve(dirname(fileURLToPath(import.meta.url)), '..');
 const STOP_GRACE_MS = 10_000;
 const STACKS_MS = 2_000;
 const SUPERVISE_MS = 500;
@@ -321,11 +321,10 @@ export function startProgram(command: readonly string[], env: Readonly<Record<st
 
 // ---- Commands ----
 
-/** A script of workers/ under `python`, MOLT_PYTHON, or the interpreter that scripts/setup.sh made. */
+/** A script of workers/ under the interpreter of Python workers (python.ts). */
 export function pythonCommand(script: string, python?: string): string[] {
-  const venv = join(ROOT, '.venv', 'bin', 'python');
-  const program = python ?? process.env.MOLT_PYTHON ?? (existsSync(venv) ? venv : null);
-  if (!program) throw new Error(`Cannot run ${script}: no ${venv}; run scripts/setup.sh, or set MOLT_PYTHON`);
+  const program = pythonProgram(python);
+  if (!program) throw new Error(`Cannot run ${script}: there is no .venv; run scripts/setup.sh, or set MOLT_PYTHON`);
   return [program, isAbsolute(script) ? script : join(ROOT, 'workers', script)];
 }
 

@@ -164,7 +164,11 @@ async function train(args: Context): Promise<void> {
     say(`Resumed at step ${step}, policy version ${refit.version}`);
   }
   const mismatchStops = options['rollout.mismatch_stop'] === 'on';
-  say(await withTrainer(() => checkParity(refit, workers.dtype, mismatchStops)));
+  const parity = await withTrainer(() => checkParity(workers, options));
+  if (mismatchStops && parity.problems.length > 0)
+    throw new Error(`${parity.problems.join('; ')} (--rollout.mismatch_stop off goes on)`);
+  for (const problem of parity.problems) say(`Warning (parity): ${problem}`);
+  say(`Parity of engine and trainer at version ${refit.version}: ${parity.scored}; sampled: ${parity.sampled}`);
 
   /** Batches after the checkpoint, as they were. Their metrics are written again. Returns the step it comes to. */
   async function trainAgain(past: History): Promise<number> {

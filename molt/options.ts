@@ -116,7 +116,9 @@ const CORRECTED = [{ option: 'algo.advantage.is_correction_level', is: ['token']
 const PARTIAL = [{ option: 'train.partial_rollout_enable', is: [true] }] as const;
 const DECAYING = [{ option: 'actor.lr_scheduler', is: ['linear', 'cosine'] }] as const;
 const EVALUATED = [{ option: 'eval.dataset', not: ['', 'none'] }] as const;
-const ENGINE_TORCH = [{ option: 'engine.kind', is: ['torch'] }] as const;
+const ENGINE_REAL = [{ option: 'engine.kind', is: ['torch', 'vllm'] }] as const;
+const VLLM = [{ option: 'engine.kind', is: ['vllm'] }] as const;
+const SPECULATIVE = [{ option: 'engine.speculation', not: ['off'] }] as const;
 const TRAINER_TORCH = [{ option: 'trainer.kind', is: ['torch'] }] as const;
 const FILES = [
   { option: 'data.prompt_dataset', ends: ['.jsonl', '.json'] },
@@ -374,7 +376,11 @@ export const OPTIONS = {
     effect: EVALUATED,
   }),
 
-  'engine.kind': choice(['torch', 'vllm', 'simulated'], 'torch', 'what samples tokens'),
+  'engine.kind': choice(
+    ['auto', 'torch', 'vllm', 'simulated'],
+    'auto',
+    'what samples tokens; auto = vllm where engines run on a GPU and launch.python can import a vLLM for it, else torch',
+  ),
   'engine.num_engines': int(1, 'engine processes', { min: 1, max: 1024 }),
   'engine.max_requests': int(256, 'turns sampled at once by one engine; more wait in line', { min: 1 }),
   'engine.max_len': int(0, 'tokens an engine can hold for one request; 0 = data.max_len', { min: 0 }),
@@ -382,16 +388,77 @@ export const OPTIONS = {
     above: 0,
     max: 2_000_000,
   }),
-  'engine.prefill_tokens': int(4096, 'prompt tokens one engine step takes in at most', {
-    min: 1,
-    effect: ENGINE_TORCH,
-  }),
+  'engine.prefill_tokens': int(
+    4096,
+    'prompt tokens one engine step takes in at most; of vllm all tokens of a step (its max_num_batched_tokens)',
+    { min: 1, effect: ENGINE_REAL },
+  ),
   'engine.dtype': choice(['float32', 'bfloat16'], 'float32', 'type of the weights in the engine', {
-    effect: ENGINE_TORCH,
+    effect: ENGINE_REAL,
   }),
   'engine.device': choice(['auto', 'cpu', 'cuda'], 'auto', 'where engines run; auto = cuda when there is one', {
-    effect: ENGINE_TORCH,
+    effect: ENGINE_REAL,
   }),
+  'engine.tensor_parallel_size': int(1, 'GPUs of one engine that share each layer', {
+    min: 1,
+    max: 1024,
+    effect: VLLM,
+  }),
+  'engine.pipeline_parallel_size': int(1, 'stages of layers of one engine, each on GPUs of its own', {
+    min: 1,
+    max: 1024,
+    effect: VLLM,
+  }),
+  'engine.data_parallel_size': int(1, 'copies of the model inside one engine, which share its requests', {
+    min: 1,
+    max: 1024,
+    effect: VLLM,
+  }),
+  'engine.enable_expert_parallel': bool(
+    false,
+    'whole experts on the GPUs of engine.tensor_parallel_size x engine.data_parallel_size, instead of a slice of each',
+    { effect: VLLM },
+  ),
+  'engine.gpu_memory_utilization': float(0.9, 'share of the memory of its GPU that an engine may take', {
+    above: 0,
+    max: 1,
+    effect: VLLM,
+  }),
+  'engine.kv_cache_gb': float(
+    0,
+    'GiB for the keys and values of an engine, on each of its GPUs; 0 = what engine.gpu_memory_utilization leaves, on a CPU 1',
+    { min: 0, effect: VLLM },
+  ),
+  'engine.enable_prefix_caching': bool(
+    true,
+    'requests that begin alike share keys and values, within one policy version',
+    { effect: VLLM },
+  ),
+  'engine.enforce_eager': bool(false, 'no CUDA graphs and no compilation: a quicker start, slower steps', {
+    effect: VLLM,
+  }),
+  'engine.attention_backend': text('', 'attention of vLLM by its name there, as FLASH_ATTN; empty = vLLM chooses', {
+    effect: VLLM,
+  }),
+  'engine.moe_backend': text('', 'experts of vLLM by the name of its kernels, as triton; empty = vLLM chooses', {
+    effect: VLLM,
+  }),
+  'engine.speculation': choice(
+    ['off', 'ngram', 'mtp', 'draft'],
+    'off',
+    'guess tokens ahead, then sample them in one step: from what was said before, by heads of the model, or by a small model',
+    { effect: VLLM },
+  ),
+  'engine.num_speculative_tokens': int(1, 'tokens guessed ahead in one step', { min: 1, effect: SPECULATIVE }),
+  'engine.draft_model': text('', 'directory of the small model, in Hugging Face format, with the same tokenizer', {
+    effect: [{ option: 'engine.speculation', is: ['draft'] }],
+  }),
+  'engine.vllm_args': text(
+    '',
+    'further arguments of AsyncEngineArgs by name, as {"nnodes": 2}: JSON text or the path of a JSON file',
+    { effect: VLLM },
+  ),
+
   'trainer.kind': choice(['torch', 'simulated'], 'torch', 'what computes gradients'),
   'trainer.num_ranks': int(1, 'trainer processes that share the batch', { min: 1, max: 4096 }),
   'trainer.device': choice(['auto', 'cpu', 'cuda'], 'auto', 'where trainer ranks run; auto = cuda when there is one', {
@@ -500,6 +567,12 @@ export type RecipeOptions = {
     | undefined;
 };
 export type Source = 'default' | 'recipe' | 'cli';
+
+/** What one option cannot see by itself. */
+export interface Check {
+  readonly options: readonly OptionName[]; // the first is the one reported; skipped while any of them is unreadable
+  readonly problem: (o: Options) => string | null;
+}
 
 export function optionNames(): OptionName[] {
   return Object.keys(OPTIONS) as OptionName[];

@@ -15,7 +15,6 @@
  * Called by loop.ts. Whether weights fit their config and a template renders, the workers tell (they end with
  * EXIT_BAD_INPUT, bus.ts): only they have the libraries for it.
  */
-import { spawn } from 'node:child_process';
 import {
   accessSync,
   closeSync,
@@ -36,11 +35,10 @@ import {
 import { createServer } from 'node:net';
 import { availableParallelism, freemem, totalmem } from 'node:os';
 import { dirname, join, resolve } from 'node:path';
-import { fileURLToPath } from 'node:url';
 import { loadAgent } from './agent.ts';
 import { type Options, splitSources } from './config.ts';
-import { pythonCommand } from './launch.ts';
 import { oneLine } from './modules.ts';
+import { askPython, findVllm, isOnCpu, pythonProgram, ROOT } from './python.ts';
 
 /** What one check found. `text` is one line; a problem's begins with the option. */
 export interface Finding {
@@ -51,12 +49,12 @@ export interface Finding {
 
 /** Twin of FAMILIES in workers/model.py, which imports too much to be asked here; a test compares them. */
 export const FAMILIES: readonly string[] = ['qwen3', 'qwen3_moe', 'llama'];
-const REQUIREMENTS = join(dirname(fileURLToPath(import.meta.url)), '..', 'workers', 'requirements.txt');
+const REQUIREMENTS = join(ROOT, 'workers', 'requirements.txt');
+const VLLM_TESTED = '0.32.0';
 const PYTHON_NEEDED = [3, 11] as const;
-const PYTHON_PROBE_MS = 20_000; // a cold disk; usually 0.1 s
 const MB = 1024 ** 2;
-/** Resident memory of a process before it has a model: Python with torch, Python without, Node. Measured. */
-const PROCESS_BYTES = { torch: 350 * MB, python: 120 * MB, node: 90 * MB } as const;
+/** Resident memory before there is a model: Python with torch, both processes of vLLM, Python alone, Node. Measured. */
+const PROCESS_BYTES = { torch: 350 * MB, vllm: 1300 * MB, python: 120 * MB, node: 90 * MB } as const;
 /** Per parameter of the trainer: weight, gradient, two moments, all fp32; the engine has the weight alone. */
 const TRAINER_BYTES = 16;
 const CHECKPOINT_BYTES = 12; // weight and two moments
@@ -120,19 +118,17 @@ print(json.dumps({"version": list(sys.version_info[:3]), "packages": found}))
 async function checkPython(options: Options): Promise<Finding[]> {
   if (isSimulated(options)) return [skipped('python', 'all workers are simulated')];
   const own = options['launch.python'];
-  let program: string;
-  try {
-    program = pythonCommand('', own || undefined)[0] as string;
-  } catch {
+  const program = pythonProgram(own);
+  if (program === null)
     return [problem('python', '--launch.python: there is no .venv; run `bash scripts/setup.sh run`, or name one')];
-  }
   const name =
     own === ''
       ? `--launch.python (${process.env.MOLT_PYTHON ? 'MOLT_PYTHON' : 'default'}) ${program}`
       : `--launch.python ${own}`;
   const pins = readPins();
-  const said = await runProbe(program, [...pins.keys()]);
-  if (typeof said === 'string') return [problem('python', `${name}: ${said}`)];
+  const answer = await askPython(program, PROBE, [...pins.keys()]);
+  if (typeof answer === 'string') return [problem('python', `${name}: ${answer}`)];
+  const said = answer as Probed;
   const version = said.version.join('.');
   const [major = 0, minor = 0] = said.version;
   if (major < PYTHON_NEEDED[0] || (major === PYTHON_NEEDED[0] && minor < PYTHON_NEEDED[1]))
@@ -145,6 +141,7 @@ async function checkPython(options: Options): Promise<Finding[]> {
   const others = [...pins].filter(([pin, wanted]) => publicVersion(said.packages[pin] ?? '') !== wanted);
   const list = (names: readonly string[]) => names.map((pin) => `${pin} ${said.packages[pin]}`).join(', ');
   const findings = [ok('python', `${version}, ${list(['torch', 'transformers', 'pyzmq'])}`)];
+  if (options['engine.kind'] === 'vllm') findings.push(await checkVllm(program));
   if (others.length > 0)
     findings.push(
       warning(
@@ -153,6 +150,16 @@ async function checkPython(options: Options): Promise<Finding[]> {
       ),
     );
   return findings;
+}
+
+/** It can be imported, or config.ts had refused. */
+async function checkVllm(program: string): Promise<Finding> {
+  const vllm = await findVllm(program);
+  if (!vllm) return problem('vllm', `--engine.kind vllm: ${program} can no longer import vllm`);
+  const text = `${vllm.version}, the ${vllm.build === 'cpu' ? 'CPU build' : 'build for GPUs'}`;
+  return publicVersion(vllm.version) === VLLM_TESTED
+    ? ok('vllm', text)
+    : warning('vllm', `${text}; tested with ${VLLM_TESTED}`);
 }
 
 /** 2.13.0+cpu is 2.13.0. */
@@ -169,35 +176,6 @@ function readPins(): Map<string, string> {
 interface Probed {
   readonly version: readonly number[];
   readonly packages: Readonly<Record<string, string | null>>;
-}
-
-/** What the interpreter says of itself, or why it cannot. */
-function runProbe(program: string, names: readonly string[]): Promise<Probed | string> {
-  return new Promise((done) => {
-    const child = spawn(program, ['-c', PROBE, ...names], {
-      stdio: ['ignore', 'pipe', 'pipe'],
-      timeout: PYTHON_PROBE_MS,
-    });
-    let out = '';
-    let errors = '';
-    child.stdout.on('data', (data: Buffer) => {
-      out += data.toString();
-    });
-    child.stderr.on('data', (data: Buffer) => {
-      errors += data.toString();
-    });
-    child.on('error', (error: NodeJS.ErrnoException) =>
-      done(error.code === 'ENOENT' ? 'no such program' : `cannot be started: ${error.message}`),
-    );
-    child.on('close', (code, signal) => {
-      try {
-        done(JSON.parse(out) as Probed);
-      } catch {
-        const last = errors.trim().split('\n').at(-1) ?? '';
-        done(`is no working Python (${signal ?? `exit ${code}`}${last && `: ${oneLine(last)}`})`);
-      }
-    });
-  });
 }
 
 // ---- The run directory ----
@@ -296,21 +274,21 @@ function checkCores(options: Options): Finding {
   return busy > cores ? warning('cores', `${text}: they will wait for each other`) : ok('cores', text);
 }
 
-/** Whether this kind of worker computes on the CPU; without asking torch, which takes seconds to import. */
+/** Whether this kind of worker computes on the CPU. */
 function onCpu(options: Options, kind: 'engine' | 'trainer'): boolean {
-  if (options[`${kind}.kind`] === 'simulated') return false;
-  const device = options[`${kind}.device`];
-  return device === 'cpu' || (device === 'auto' && !existsSync('/dev/nvidiactl'));
+  return options[`${kind}.kind`] !== 'simulated' && isOnCpu(options[`${kind}.device`]);
 }
 
 function checkMemory(options: Options, parameters: number): Finding {
-  const engines = options['engine.kind'] === 'torch' ? options['engine.num_engines'] : 0;
+  const kind = options['engine.kind'];
+  const engineProcess = kind === 'torch' || kind === 'vllm' ? PROCESS_BYTES[kind] : 0;
+  const engines = engineProcess > 0 ? options['engine.num_engines'] : 0;
   const ranks = options['trainer.kind'] === 'torch' ? options['trainer.num_ranks'] : 0;
   const tokenizers = options['tokenizer.kind'] === 'python' ? 1 : 0;
   const engineWeights = onCpu(options, 'engine') ? parameters * (options['engine.dtype'] === 'float32' ? 4 : 2) : 0;
   const trainerState = onCpu(options, 'trainer') ? (parameters * TRAINER_BYTES) / Math.max(1, ranks) : 0;
   const needed =
-    engines * (PROCESS_BYTES.torch + engineWeights) +
+    engines * (engineProcess + engineWeights) +
     ranks * (PROCESS_BYTES.torch + trainerState) +
     tokenizers * PROCESS_BYTES.python +
     (1 + options['rollout.num_runners']) * PROCESS_BYTES.node;

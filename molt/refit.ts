@@ -109,6 +109,10 @@ export class Refit {
     this.#probes = rows;
   }
 
+  get probes(): readonly Int32Array[] {
+    return this.#probes;
+  }
+
   /** Start-up parity: mean and maximum of |dlogp| over the probes, between every engine and the trainer. */
   async parity(): Promise<{ mean: number; max: number }> {
     const expected = await this.#trainer.logprobs(this.#probes, 1);

@@ -15,7 +15,7 @@ import { type Checkpoint, newestCheckpoint } from './checkpoint.ts';
 import type { Config, Options } from './config.ts';
 import { ConfigError, formatConfig, HelpRequested, loadConfig } from './config.ts';
 import { loadPrompts, type PromptSet, PromptStream, promptsOf, sharedPrompts } from './data.ts';
-import { MISMATCH_BOUND } from './health.ts';
+import { checkParity } from './health.ts';
 import { type History, readHistory } from './history.ts';
 import { Launcher } from './launch.ts';
 import { cutTail, Ledger, LedgerError, readLedger } from './ledger.ts';
@@ -81,10 +81,10 @@ export async function doctor(argv: readonly string[]): Promise<number> {
         facts.vocabSize,
         config.options['data.max_len'],
       );
-      const bound = MISMATCH_BOUND[workers.dtype];
-      const { mean, max } = await workers.orFatal(workers.refit.parity());
-      const text = `mean |dlogp| ${mean.toExponential(1)}, max ${max.toExponential(1)}, allowed ${bound} (${workers.dtype})`;
-      findings.push({ check: 'parity', status: mean <= bound ? 'ok' : 'problem', text });
+      const parity = await workers.orFatal(checkParity(workers, config.options));
+      const agree = { check: 'parity', status: 'ok', text: `${parity.scored}; sampled: ${parity.sampled}` } as const;
+      const differ = parity.problems.map((text): Finding => ({ check: 'parity', status: 'problem', text }));
+      findings.push(...(differ.length > 0 ? differ : [agree]));
       return 0;
     });
     console.log(findingsTable(findings));

