@@ -199,7 +199,7 @@ export const MESSAGES = {
           reason: 'str', // stop length abort error
           detail: 'str?',
           cached_tokens: 'int',
-          routes: { '?': BLOB }, // (tokens, MoE layers, k) expert ids of prompt and sampled, the last one not; null = unwanted
+          routes: { '?': BLOB }, // expert ids (tokens, MoE layers, k) of all ids but the last; null = not wanted
         },
       ],
     },

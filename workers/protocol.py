@@ -167,7 +167,7 @@ MESSAGES: dict[str, dict[str, Any]] = {
                     "reason": "str",  # stop length abort error
                     "detail": "str?",
                     "cached_tokens": "int",
-                    # (tokens, MoE layers, k) expert ids of prompt and sampled, the last one not; null = unwanted
+                    # expert ids (tokens, MoE layers, k) of all ids but the last; null = not wanted
                     "routes": {"?": BLOB},
                 }
             ],
