@@ -191,9 +191,9 @@ def routes_of_output(
     routed_experts: np.ndarray | None, rows: int, shape: RouteShape, directory: Path
 ) -> dict[str, Any]:
     """
-    The blob of what vLLM captured by itself (GPU, enable_return_routed_experts): `routed_experts` of the final
-    CompletionOutput, (tokens, all layers, k), where dense layers are zero. It may hold more than the `rows` of
-    the ids that are sent, when a stop string ended the request.
+    The blob of what vLLM captured by itself (GPU, enable_return_routed_experts): `routed_experts` of the
+    final CompletionOutput, (tokens, all layers, k), where dense layers are zero. It may hold more than the
+    `rows` of the ids that are sent, when a stop string ended the request.
     """
     if routed_experts is None:
         raise RoutesError("vLLM returned no routes with the final output")
@@ -244,7 +244,7 @@ class RouteStore:
         self._collected: dict[str, Collected] = {}
 
     def install(self) -> dict[str, Any]:
-        """{layers, experts, k}. Raises RoutesError where there can be none. All ranks see the same; one captures."""
+        """{layers, experts, k}. Raises RoutesError where there can be none. One rank captures for all."""
         self._shape = shape = route_shape(self._worker)
         answer = {"layers": list(shape.layers), "experts": shape.experts, "k": shape.k}
         if self._worker.vllm_config.aux_output_config.enable_return_routed_experts:
@@ -266,9 +266,9 @@ class RouteStore:
 
     def take(self, wanted: dict[str, int]) -> dict[str, dict[str, Any]]:
         """
-        Blobs of requests that have ended: internal request id -> {sha256, dtype, shape}. `wanted` says how many
-        rows each has, one less than its ids: the engine may have run further, where a stop string or an abort
-        ended it.
+        Blobs of requests that have ended: internal request id -> {sha256, dtype, shape}. `wanted` says how
+        many rows each has, one less than its ids: the engine may have run further, where a stop string or an
+        abort ended it.
         """
         if not self._worker.is_driver_worker:
             return {}
