@@ -2,6 +2,7 @@
  * vLLM as an engine, beyond the contract that all engines pass (engine_contract.test.ts): refits of every layout that its
  * CPU build packs, and the death of any of its processes. `npm run prove vllm` does more of it.
  */
+import { createHash } from 'node:crypto';
 import { readdirSync, readFileSync } from 'node:fs';
 import { tmpdir } from 'node:os';
 import { join } from 'node:path';
@@ -21,7 +22,7 @@ import {
   vllmUntied,
   writeSegment,
 } from './contract.ts';
-import { EngineClient } from './engine_client.ts';
+import { EngineClient, type Turn } from './engine_client.ts';
 import { check, crossTogether, openWorld, randomOf } from './interleavings.ts';
 
 const START_MS = 120_000;
@@ -84,6 +85,57 @@ describe.skipIf(!hasVllm)('refits of vllm', () => {
       const probe = [Int32Array.from(promptOf(40, 17))];
       const gap = largestGap(await engine.score(probe), await new EngineClient(right.peer).score(probe));
       expect(gap).toBeGreaterThan(1);
+    },
+    START_MS,
+  );
+});
+
+describe.skipIf(!hasVllm)('expert routes of vllm', () => {
+  test(
+    'come with the ending of a turn, as a blob with a row for every token that ran; a pause waits for them',
+    async () => {
+      const [model] = await vllmMoe.makeModels(cell.dir);
+      const blobs = join(cell.dir, 'blobs');
+      const options = engineOptions(vllmMoe, model, { blob_dir: blobs });
+      const worker = await cell.start({ id: 'engine-0', kind: 'engine', command: vllmMoe.command('engine'), options });
+      const engine = new EngineClient(worker.peer);
+      const read = (turn: Turn): Uint8Array => {
+        const { routes } = turn.ended as NonNullable<Turn['ended']>;
+        expect(routes).toMatchObject({ dtype: 'u8', shape: [turn.prompt.length + turn.ids.length - 1, 2, 2] });
+        const bytes = readFileSync(join(blobs, routes?.sha256 as string));
+        expect(createHash('sha256').update(bytes).digest('hex')).toBe(routes?.sha256);
+        return bytes;
+      };
+      const want = { want_routes: true };
+      const first = await engine.generate(promptOf(50, 1), { max_tokens: 30, seed: 1 }, want);
+      const second = await engine.generate([...first.prompt, ...first.ids, 7], { max_tokens: 5, seed: 2 }, want);
+      expect(second.ended?.cached_tokens).toBeGreaterThan(0);
+      const rows = first.prompt.length + first.ids.length - 1;
+      expect(read(second).subarray(0, 4 * rows)).toEqual(read(first));
+      const without = await engine.generate(promptOf(50, 2), { max_tokens: 3 });
+      expect(without.ended?.routes).toBeNull();
+
+      const [drained, aborted] = await Promise.all([
+        engine.start(promptOf(9, 3), { max_tokens: 20, seed: 3 }, want),
+        engine.start(promptOf(9, 4), { max_tokens: 400, seed: 4 }, want),
+      ]);
+      await engine.until(() => aborted.ids.length > 0);
+      await engine.abort([aborted]);
+      read(aborted);
+      const answer = await engine.pause(1, 'drain');
+      expect([...answer.frames.handles]).toEqual([]);
+      read(drained);
+    },
+    START_MS,
+  );
+
+  test(
+    'of a model without experts are refused at the start, with the reason',
+    async () => {
+      const [model] = await vllm.makeModels(cell.dir);
+      const options = engineOptions(vllm, model, { blob_dir: join(cell.dir, 'blobs') });
+      const start = cell.start({ id: 'engine-0', kind: 'engine', command: vllm.command('engine'), options });
+      await expect(start).rejects.toThrow(/This model has no expert routes/);
     },
     START_MS,
   );

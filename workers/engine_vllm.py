@@ -18,9 +18,10 @@ Invariants
   6. No process of vLLM outlives this one, and what a killed one leaves in /tmp and /dev/shm bears its name.
   7. When EngineCore or a worker process of vLLM is gone, or weights failed half-way, this process exits 1.
 
-Options: {model_path, device, dtype, max_requests, max_len, prefill_tokens, seed, vllm: {...}}; `vllm` as in
-`engine_args`. On a CPU a seed gives the same tokens in any batch and across `already`; on a GPU for a request
-that runs alone. vllm_extension.py runs inside vLLM's processes. Started by launch.ts.
+Options: {model_path, device, dtype, max_requests, max_len, prefill_tokens, seed, blob_dir?, vllm: {...}}, with
+`vllm` as in `engine_args`; where there is a blob_dir, requests may want expert routes (vllm_routes.py). On a CPU a
+seed gives the same tokens in any batch and across `already`; on a GPU for a request that runs alone. Inside
+vLLM's own processes runs vllm_extension.py. Started by launch.ts.
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from functools import cached_property
 from multiprocessing import shared_memory
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -49,6 +51,7 @@ from request_checks import check_generate, check_rows
 from runtime import Request, Runtime, WorkerError, bad_request, fatal, unsupported
 from sampling import mixed_seed
 from text_stream import TextStream
+from vllm_routes import WANTED, RouteShape, routes_of_output
 
 CAPABILITIES = {"max_requests": None, "transports": ["file"], "logprobs": True, "heads": 0, "routes": False}
 MODES = ("keep", "drain", "abort")
@@ -75,6 +78,7 @@ class Live:
     id: str = ""  # EngineCore's; "" = held here
     ids: list[int] = field(default_factory=list)
     cached: int | None = None  # prompt tokens that did not run; None until it was scheduled
+    routes: list[np.ndarray] = field(default_factory=list)  # as vLLM captured them: on GPUs
 
 
 @dataclass
@@ -174,6 +178,7 @@ def engine_args(options: dict[str, Any]) -> dict[str, Any]:
         "worker_extension_cls": "vllm_extension.WorkerExtension",
         "weight_transfer_config": WeightTransferConfig(backend=BACKEND),
         "speculative_config": speculation,
+        "enable_return_routed_experts": not cpu and options.get("blob_dir") is not None,
     }
     if vllm["kv_cache_gb"] > 0 or cpu:
         args["kv_cache_memory_bytes"] = int((vllm["kv_cache_gb"] or CPU_CACHE_GIB) * GIB)
@@ -213,6 +218,7 @@ class Engine:
         self.model_path = options["model_path"]
         self.max_requests, self.max_len = options["max_requests"], options["max_len"]
         self.vocab_size: int = llm.model_config.get_vocab_size()
+        self._captures = options["device"] == "cpu"  # vllm_routes.py; else vLLM does
         self._seeds_by_position = options["device"] == "cpu"  # vllm_extension.py
         self._tokens_input, self._params = tokens_input, SamplingParams
         self._preempted = EngineCoreEventType.PREEMPTED
@@ -237,12 +243,22 @@ class Engine:
         self._clear = False
         self._pauses: list[Request] = []  # not answered yet
         self._pause_answer: tuple[dict, dict] | None = None
+        self._blob_dir: str | None = options.get("blob_dir")  # None: no routes
+        self._route_shape: RouteShape | None = None
+        self._unrouted: list[tuple[Live, dict[str, Any]]] = []  # endings that wait for their routes
         self._ops: asyncio.Queue[Callable[[], Awaitable[None]]] = asyncio.Queue()
         self.stats: dict[str, float] = dict.fromkeys(STATS, 0.0)
 
     async def start(self) -> None:
         await self.core.set_weight_version_async("0")
         await self.llm.collective_rpc("molt_start")
+        if self._blob_dir is not None:
+            os.makedirs(self._blob_dir, exist_ok=True)
+            try:
+                shapes = await self.llm.collective_rpc("molt_routes_install", args=(self._blob_dir,))
+            except Exception as error:  # noqa: BLE001 vLLM hands on the message only
+                self.runtime.refuse_input(cause(error))
+            self._route_shape = RouteShape(**(shapes[0] | {"layers": tuple(shapes[0]["layers"])}))
 
     @cached_property
     def tokenizer(self):
@@ -275,7 +291,13 @@ class Engine:
 
     def submit(self, fields: dict[str, Any], prompt: np.ndarray) -> int:
         """A handle. The request waits while the engine is paused."""
-        check_generate(fields, prompt, vocab_size=self.vocab_size, max_len=self.max_len, routes=False)
+        check_generate(
+            fields,
+            prompt,
+            vocab_size=self.vocab_size,
+            max_len=self.max_len,
+            routes=self._blob_dir is not None,
+        )
         if len(self.live) >= self.max_requests:
             raise WorkerError(
                 "overloaded",
@@ -313,6 +335,7 @@ class Engine:
             ignore_eos=True,  # what ends a turn is said by stop_token_ids
             detokenize=False,
             logprobs=0,
+            extra_args={WANTED: True} if live.fields["want_routes"] else None,
         )
         live.id = self._new_id("")
         request = self._request(live.id, live.prompt, params, f"version-{self.version}")
@@ -361,12 +384,51 @@ class Engine:
                     out.counts.append(0)
                     out.texts.append("")
                 out.texts[out.handles.index(live.handle)] += held
-        out.ended.append({"handle": live.handle, "reason": reason, "detail": detail, "cached_tokens": cached})
+        ending = {"handle": live.handle, "reason": reason, "detail": detail, "cached_tokens": cached}
+        ending["routes"] = None
+        if live.fields["want_routes"] and live.id:
+            self._unrouted.append((live, ending))
+            self._do(self._send_routed)
+        else:
+            out.ended.append(ending)
+
+    async def _send_routed(self) -> None:
+        """Endings of requests that want routes: their blobs are written first."""
+        waiting, self._unrouted = self._unrouted, []
+        if not waiting:
+            return
+        rows = {live.id: len(live.prompt) + len(live.ids) - 1 for live, ending in waiting if live.ids}
+        try:
+            blobs = await self._take_routes({live.id: live for live, _ in waiting}, rows)
+        except Exception as error:  # noqa: BLE001 whatever is wrong with them, these requests have none
+            blobs = {}
+            for _, ending in waiting:
+                ending["reason"], ending["detail"] = "error", f"Cannot return expert routes: {cause(error)}"
+        for live, ending in waiting:
+            ending["routes"] = blobs.get(live.id)
+        await self.llm.collective_rpc("molt_routes_drop", args=([live.id for live, _ in waiting],))
+        self._send(Outbox(ended=[ending for _, ending in waiting]))
+
+    async def _take_routes(self, lives: dict[str, Live], rows: dict[str, int]) -> dict[str, dict[str, Any]]:
+        assert self._blob_dir is not None and self._route_shape is not None
+        if self._captures:
+            taken = await self.llm.collective_rpc("molt_routes_take", args=(rows,))
+            return {id: blob for of_rank in taken for id, blob in of_rank.items()}
+        return {
+            id: routes_of_output(
+                np.concatenate(lives[id].routes) if lives[id].routes else None,
+                count,
+                self._route_shape,
+                Path(self._blob_dir),
+            )
+            for id, count in rows.items()
+        }
 
     # ---- Steps ----
 
     def _on_step(self, step) -> None:
         """One message of EngineCore: one event."""
+        before = len(self.live)
         out = Outbox()
         for output in step.outputs:
             live = self._by_id.get(output.request_id)
@@ -381,7 +443,7 @@ class Engine:
             self.stats["running"], self.stats["waiting"] = stats.num_running_reqs, stats.num_waiting_reqs
             self.stats["cache_use"] = stats.kv_cache_usage
         self._send(out, int(step.weight_version) if step.weight_version else None)
-        if out.ended:
+        if len(self.live) < before:
             self._settle()
 
     def _take(self, live: Live, output, out: Outbox) -> None:
@@ -391,6 +453,8 @@ class Engine:
             if live.cached is None:
                 live.cached = output.prefill_stats.num_cached_tokens
             self.stats["prefill_tokens"] += output.prefill_stats.num_computed_tokens
+        if output.routed_experts is not None:
+            live.routes.append(output.routed_experts)
         ids = output.new_token_ids
         logprobs = output.new_logprobs.logprobs[:, 0].tolist() if ids else []
         sound = next((i for i, value in enumerate(logprobs) if not np.isfinite(value)), len(ids))
@@ -490,6 +554,7 @@ class Engine:
         await self.core.pause_scheduler_async(mode="keep", clear_cache=clear)
         while not self.core.outputs_queue.empty():
             self._on_step(await self.core.get_output_async())
+        await self._send_routed()
         self.paused, self._is_pausing = True, False
         self._kept_keys = not clear
         handles = sorted(self.live)
@@ -537,7 +602,9 @@ class Engine:
             # It starts over: the keys of its prompt are of the old weights, or named so.
             await self.core.abort_requests_async([live.id])
             del self._by_id[live.id]
-            live.id, live.cached = "", None
+            if live.fields["want_routes"]:
+                await self.llm.collective_rpc("molt_routes_drop", args=([live.id],))
+            live.id, live.cached, live.routes = "", None, []
             self._held.append(live)
 
     _has_parts = False

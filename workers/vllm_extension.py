@@ -40,6 +40,7 @@ from vllm.v1.core.sched.request_queue import create_request_queue
 from vllm.v1.core.sched.scheduler import Scheduler
 
 from sampling import mixed_seed
+from vllm_routes import RouteStore
 from weights import WeightsError, verify_segment
 
 BACKEND = "molt"
@@ -231,6 +232,17 @@ class WorkerExtension:
             if not UNMENDED:
                 prepack_experts()
         return {"pid": os.getpid()}
+
+    def molt_routes_install(self: Any, blob_dir: str) -> dict[str, Any]:
+        """Before the first request. Raises RoutesError where this engine can give no routes."""
+        self.molt_routes = RouteStore(self, blob_dir)
+        return self.molt_routes.install()
+
+    def molt_routes_take(self: Any, wanted: dict[str, int]) -> dict[str, dict[str, Any]]:
+        return self.molt_routes.take(wanted)
+
+    def molt_routes_drop(self: Any, requests: list[str]) -> None:
+        self.molt_routes.drop(requests)
 
     def molt_stage(self: Any, path: str, table: list[dict], last: bool) -> float:
         """
