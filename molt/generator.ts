@@ -12,6 +12,8 @@
  *   4. A (re)started engine takes part only after `join` has given it the current weights.
  *   5. An engine that has requests and makes no step for stallMs, by this process's own clock, is killed.
  *   6. What a paused engine says it sampled is what came from it, or it is killed.
+ *   7. Expert routes of a turn are all of one engine, which sampled all of its tokens, or there are none: what a lost engine
+ *      sampled was routed by weights and numerics that no other can repeat.
  * Called by dispatch.ts (turns), refit.ts (pause, load, resume) and loop.ts (start, close). Talks to engines
  * (protocol.ts: generate, tokens, abort). Elsewhere called: router, inference client, rollout engine.
  */
@@ -41,13 +43,18 @@ export interface TurnRequest {
   readonly sessionId: string;
   readonly sampling: Sampling;
   readonly prompt: Int32Array;
+  readonly wantRoutes?: boolean; // default: no. Engines that have none refuse it
 }
+
+/** Expert ids of every token of a turn, its prompt included, but the last: a blob (protocol.ts). */
+type Routes = Fields<'tokens'>['ended'][number]['routes'];
 
 export interface TurnResult extends SampledTurn {
   readonly reason: 'stop' | 'length' | 'abort' | 'error';
   readonly detail: string | null;
   readonly engine: string;
   readonly cachedTokens: number;
+  readonly routes: Routes; // null = not wanted, or missing (invariant 7), which is an event
 }
 
 /** A request that has not ended, with the tokens it has so far. */
@@ -431,7 +438,7 @@ export class Generator {
           already,
           want_text: false,
           heads: 0,
-          want_routes: false,
+          want_routes: (request.wantRoutes ?? false) && already === 0,
         },
         { prompt },
       );
@@ -471,11 +478,13 @@ export class Generator {
       if (sampled.length > live.maxTokens) throw new Error(`${sampled.length} tokens of at most ${live.maxTokens}`);
     }
     invariant(at === ids.length && at === bits.length, 'counts add up to the tokens of an event');
-    for (const { handle, reason, detail, cached_tokens } of fields.ended) {
+    for (const { handle, reason, detail, cached_tokens, routes } of fields.ended) {
       const live = liveOf(engine, handle);
       live.cachedTokens += cached_tokens;
+      const rows = live.request.prompt.length + live.sampled.length - 1;
+      if (routes && routes.shape[0] !== rows) throw new Error(`Routes of ${routes.shape[0]} tokens, want ${rows}`);
       this.#retire(engine, live);
-      this.#end(live, reason as TurnResult['reason'], detail, engine.worker.spec.id);
+      this.#end(live, reason as TurnResult['reason'], detail, engine.worker.spec.id, routes);
     }
   }
 
@@ -486,8 +495,11 @@ export class Generator {
     this.#pump();
   }
 
-  #end(live: Live, reason: TurnResult['reason'], detail: string | null, engine: string): void {
-    if (!this.#live.delete(keyOf(live.request))) return;
+  #end(live: Live, reason: TurnResult['reason'], detail: string | null, engine: string, routes: Routes = null): void {
+    const { request } = live;
+    if (!this.#live.delete(keyOf(request))) return;
+    if (request.wantRoutes && !routes && live.sampled.length > 0 && !this.#closed)
+      this.#hooks.event('routes_missing', { rollout: request.rolloutId, turn: request.turn, engine });
     if (live.isCounted) this.#cachedTokens += live.cachedTokens;
     if (this.#live.size === 0 && this.#busySince !== null) {
       this.#busyMs += performance.now() - this.#busySince;
@@ -502,6 +514,7 @@ export class Generator {
       detail,
       engine,
       cachedTokens: live.cachedTokens,
+      routes,
     });
   }
 

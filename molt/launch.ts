@@ -17,8 +17,19 @@
  */
 import { type ChildProcess, spawn } from 'node:child_process';
 import { randomBytes } from 'node:crypto';
-import { closeSync, existsSync, fstatSync, mkdirSync, openSync, readSync, realpathSync } from 'node:fs';
+import {
+  closeSync,
+  existsSync,
+  fstatSync,
+  mkdirSync,
+  openSync,
+  readdirSync,
+  readSync,
+  realpathSync,
+  rmSync,
+} from 'node:fs';
 import { createRequire } from 'node:module';
+import { tmpdir } from 'node:os';
 import { isAbsolute, join } from 'node:path';
 import type { Readable } from 'node:stream';
 import { setTimeout as sleep } from 'node:timers/promises';
@@ -154,6 +165,7 @@ export class Launcher {
   async #onExit(proc: Process, { code, signal }: Exit): Promise<void> {
     proc.isExited = true;
     killGroup(proc.child); // what it started and left behind
+    removeTemporary(proc.child.pid);
     this.#processes.delete(proc);
     if (this.#processes.size === 0) {
       clearInterval(this.#timer);
@@ -314,6 +326,14 @@ export function pythonCommand(script: string, python?: string): string[] {
   const program = pythonProgram(python);
   if (!program) throw new Error(`Cannot run ${script}: there is no .venv; run scripts/setup.sh, or set MOLT_PYTHON`);
   return [program, isAbsolute(script) ? script : join(ROOT, 'workers', script)];
+}
+
+/** What a process could not remove because it was killed: in /tmp and /dev/shm, by names with its id (engine_vllm.py). */
+function removeTemporary(pid: number | undefined): void {
+  for (const dir of [tmpdir(), '/dev/shm']) {
+    const names = existsSync(dir) ? readdirSync(dir).filter((name) => name.includes(`molt-tmp-${pid}-`)) : [];
+    for (const name of names) rmSync(join(dir, name), { recursive: true, force: true });
+  }
 }
 
 /**

@@ -119,6 +119,7 @@ const EVALUATED = [{ option: 'eval.dataset', not: ['', 'none'] }] as const;
 const ENGINE_REAL = [{ option: 'engine.kind', is: ['torch', 'vllm'] }] as const;
 const VLLM = [{ option: 'engine.kind', is: ['vllm'] }] as const;
 const SPECULATIVE = [{ option: 'engine.speculation', not: ['off'] }] as const;
+const TOKENIZER_PYTHON = [{ option: 'tokenizer.kind', is: ['python'] }] as const;
 const TRAINER_TORCH = [{ option: 'trainer.kind', is: ['torch'] }] as const;
 const FILES = [
   { option: 'data.prompt_dataset', ends: ['.jsonl', '.json'] },
@@ -488,6 +489,16 @@ export const OPTIONS = {
   'fsdp.packing_samples': bool(true, 'one packed row per micro-batch instead of padded rows'),
 
   'tokenizer.kind': choice(['python', 'simulated'], 'python', 'what renders the chat template and encodes text'),
+  'tokenizer.tool_parser': text(
+    'auto',
+    'what reads tool calls: auto = JSON in tool_call tags (Qwen3, Hermes), else a name that vLLM has for --tool-call-parser',
+    { effect: TOKENIZER_PYTHON },
+  ),
+  'tokenizer.reasoning_parser': text(
+    'auto',
+    'what reads reasoning: auto = text in think tags, else a name that vLLM has for --reasoning-parser',
+    { effect: TOKENIZER_PYTHON },
+  ),
 
   'refit.verify_every': int(
     10,

@@ -11,7 +11,8 @@
  * where the type ends in `?`. NaN and infinity travel only inside frames. A message is at most 64 MiB.
  * What is sent at about the same time travels as one ZeroMQ message, header and frames of each back to back.
  *
- * Types: str int float bool json, `?` = may be null; {name: type} = record; {"*": type} = map; [type] = list.
+ * Types: str int float bool json, `?` = may be null; {name: type} = record; {"*": type} = map;
+ * {"?": type} = it or null; [type] = list.
  * Frames: the dtype of a one-dimensional tensor, `?` = may be left out. C controller, W any worker, E engine,
  * T trainer rank, K tokenizer, R runner.
  *
@@ -74,7 +75,9 @@ export type Value<S> = S extends `${infer B extends Scalar}?`
       ? readonly Value<E>[]
       : S extends { readonly '*': infer E }
         ? { readonly [key: string]: Value<E> }
-        : { readonly [K in keyof S]: Value<S[K]> };
+        : S extends { readonly '?': infer E }
+          ? Value<E> | null
+          : { readonly [K in keyof S]: Value<S[K]> };
 
 /** bf16 travels as its raw bits. */
 type ArrayOf<D> = D extends 'u8'
@@ -126,6 +129,7 @@ const SAMPLING = {
   stop_token_ids: ['int'],
 } as const;
 const SPAN = { version: 'int', from: 'int', to: 'int' } as const; // offsets into the turn's sampled ids
+const BLOB = { sha256: 'str', dtype: 'str', shape: ['int'] } as const; // file of that name among the run's blobs
 const TENSORS = [{ name: 'str', dtype: 'str', shape: ['int'], offset: 'int', bytes: 'int', crc32: 'int' }] as const;
 const ITEM_IDS = { fields: { errors: ['str?'] }, frames: { ids: 'i32', lengths: 'i32' } } as const; // errors[i] null = fine
 
@@ -189,7 +193,15 @@ export const MESSAGES = {
     fields: {
       version: 'int', // sampled all of these
       texts: ['str'], // new text per handle; empty list when no request asked for text
-      ended: [{ handle: 'int', reason: 'str', detail: 'str?', cached_tokens: 'int' }], // stop length abort error
+      ended: [
+        {
+          handle: 'int',
+          reason: 'str', // stop length abort error
+          detail: 'str?',
+          cached_tokens: 'int',
+          routes: { '?': BLOB }, // expert ids (tokens, MoE layers, k) of all ids but the last; null = not wanted
+        },
+      ],
     },
     frames: { handles: 'i32', counts: 'i32', ids: 'i32', logprobs: 'f32' },
   },
@@ -718,8 +730,13 @@ function check(value: unknown, spec: Spec, path: string): void {
     for (const [i, item] of value.entries()) check(item, spec[0] as Spec, `${path}[${i}]`);
     return;
   }
-  if (!isRecord(value)) throw mistyped(path, 'a record', value);
   const record = spec as { readonly [key: string]: Spec };
+  const orNull = record['?'];
+  if (orNull !== undefined) {
+    if (value !== null) check(value, orNull, path);
+    return;
+  }
+  if (!isRecord(value)) throw mistyped(path, 'a record', value);
   const any = record['*'];
   for (const key of Object.keys(value)) {
     if (any === undefined && !Object.hasOwn(record, key))

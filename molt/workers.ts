@@ -220,6 +220,8 @@ function workerSpecs(options: Options, runDir: string) {
     tokenizer: () =>
       spec('tokenizer', 0, options['tokenizer.kind'] === 'simulated' ? simulated() : python('tokenizer.py'), {
         model_path: model,
+        tool_parser: options['tokenizer.tool_parser'],
+        reasoning_parser: options['tokenizer.reasoning_parser'],
       }),
     engine: (index: number) =>
       spec('engine', index, engineCommand(), {

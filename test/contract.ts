@@ -139,9 +139,12 @@ export const VLLM_OPTIONS = {
 export const vllm: Kind = {
   ...torch,
   name: 'vllm',
-  command: () => pythonCommand('engine_vllm.py'),
+  command: (role) => (role === 'engine' ? pythonCommand('engine_vllm.py') : torch.command(role)),
   engineOptions: { vllm: VLLM_OPTIONS },
 };
+
+export const vllmUntied: Kind = { ...vllm, name: 'vllm untied', makeModels: () => makeTiny('dense_untied') };
+export const vllmMoe: Kind = { ...vllm, name: 'vllm moe', makeModels: () => makeTiny('moe') };
 
 /** By name, for describe.each. */
 export const KINDS: readonly (readonly [string, Kind])[] = [simulated, torch].map((kind) => [kind.name, kind]);

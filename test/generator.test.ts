@@ -6,8 +6,9 @@ import { mkdirSync, writeFileSync } from 'node:fs';
 import { join } from 'node:path';
 import { setTimeout as sleep } from 'node:timers/promises';
 import { afterAll, beforeAll, describe, expect, test } from 'vitest';
-import { WorkerLink } from '../molt/bus.ts';
+import { type Peer, WorkerLink } from '../molt/bus.ts';
 import { Generator, type TurnRequest, type TurnResult } from '../molt/generator.ts';
+import type { Fields } from '../molt/protocol.ts';
 import { Refit } from '../molt/refit.ts';
 import { Trainer } from '../molt/trainer.ts';
 import type { Json } from '../molt/types.ts';
@@ -79,6 +80,45 @@ function turn(maxTokens: number, more: Partial<TurnRequest> = {}): TurnRequest {
 /** Tokens by the version that sampled them, in order. */
 const versions = ({ spans }: TurnResult) => spans.map(({ version, from, to }) => [version, to - from]);
 
+type Ending = Fields<'tokens'>['ended'][number];
+
+interface Linked {
+  readonly link: WorkerLink;
+  readonly peer: Peer;
+  readonly asked: Fields<'generate'>[]; // handles count from 1
+}
+
+/** An engine that is a link of this process: it takes requests, and says what a test makes it say. */
+async function linked({ generator, name }: Opened, index: number): Promise<Linked> {
+  const id = `engine-${name}-${index}`;
+  const peer = cell.bus.expect(id, 'secret', {});
+  const { endpoint } = cell.bus;
+  const args = { endpoint, workerId: id, secret: 'secret', workerKind: 'engine', capabilities: {}, onLost: () => {} };
+  const link = await WorkerLink.connect(args);
+  const asked: Fields<'generate'>[] = [];
+  link.handle('generate', async (fields) => ({ fields: { handle: asked.push(fields) }, frames: {} }));
+  link.ready({});
+  const spec = { id, kind: 'engine', command: [], options: {} } as const;
+  const exited = Promise.resolve({ code: 0, signal: null });
+  const worker = { spec, peer, pid: process.pid, exited, log: { path: join(cell.dir, 'none'), from: 0 } };
+  await generator.adopt(worker, index);
+  return { link, peer, asked };
+}
+
+/** It samples for its next request, and ends it unless `routes` is left out. */
+async function sampled({ link, asked }: Linked, tokens: number, routes?: Ending['routes']): Promise<void> {
+  const before = asked.length;
+  await expect.poll(() => asked.length).toBeGreaterThan(before);
+  const handle = asked.length;
+  const ended = routes === undefined ? [] : [{ handle, reason: 'length', detail: null, cached_tokens: 0, routes }];
+  const frames = { ids: new Int32Array(tokens).fill(65), logprobs: new Float32Array(tokens) };
+  link.send(
+    'tokens',
+    { version: 0, texts: [], ended },
+    { handles: Int32Array.of(handle), counts: Int32Array.of(tokens), ...frames },
+  );
+}
+
 describe('generator', () => {
   test('a stalled engine is killed with its stacks; its requests go on from the tokens they have', async () => {
     const { generator, events, name } = open((id) => ({
@@ -139,19 +179,10 @@ describe('generator', () => {
   });
 
   test('steps that bring no token are progress, as in a long prefill; without them the engine has stalled', async () => {
-    const { generator, events, name } = open(() => ({}));
-    const id = `engine-${name}-0`;
-    const peer = cell.bus.expect(id, 'secret', {});
-    const { endpoint } = cell.bus;
-    const args = { endpoint, workerId: id, secret: 'secret', workerKind: 'engine', capabilities: {}, onLost: () => {} };
-    const link = await WorkerLink.connect(args);
-    link.handle('generate', async () => ({ fields: { handle: 1 }, frames: {} }));
-    link.ready({});
-    const spec = { id, kind: 'engine', command: [], options: {} } as const;
-    const exited = Promise.resolve({ code: 0, signal: null });
-    const worker = { spec, peer, pid: process.pid, exited, log: { path: join(cell.dir, 'none'), from: 0 } };
+    const opened = open(() => ({}));
+    const { generator, events } = opened;
     process.once('SIGUSR1', () => {}); // sent with the question for its stacks
-    await generator.adopt(worker, 0);
+    const { link, peer } = await linked(opened, 0);
     void generator.generate(turn(10));
     let steps = 0;
     const prefill = setInterval(() => {
@@ -163,6 +194,40 @@ describe('generator', () => {
     expect((await peer.lost).message).toContain('made no step');
     expect(events[0]).toContain('engine_killed');
     await link.close();
+  });
+
+  test('routes come with a turn that one engine sampled; a turn that moved has none, and an event says so', async () => {
+    const opened = open(() => ({}));
+    const { generator, events, name } = opened;
+    const engines = [await linked(opened, 0), await linked(opened, 1)] as const;
+    const blob = { sha256: 'ab', dtype: 'u8', shape: [3 + 5 - 1, 2, 2] };
+
+    const whole = generator.generate(turn(5, { wantRoutes: true }));
+    await sampled(engines[0], 5, blob);
+    expect((await whole).routes).toEqual(blob);
+    const plain = generator.generate(turn(5));
+    await sampled(engines[0], 5, null);
+    expect((await plain).routes).toBe(null);
+    expect(events).toEqual([]);
+
+    const moved = turn(5, { wantRoutes: true });
+    const result = generator.generate(moved);
+    await sampled(engines[0], 2);
+    await expect.poll(() => generator.tokens).toBe(12);
+    engines[0].peer.declareLost('gone');
+    await sampled(engines[1], 3, null);
+    expect((await result).routes).toBe(null);
+    expect(events.at(-1)).toBe(`routes_missing ${moved.rolloutId} 0 engine-${name}-1`);
+    // What comes after a move could not be used, so it is not asked for.
+    expect([...engines[0].asked, ...engines[1].asked].map((asked) => asked.want_routes)).toEqual([
+      true,
+      false,
+      true,
+      false,
+    ]);
+
+    generator.close();
+    for (const { link } of engines) await link.close();
   });
 
   test('an engine whose totals are not what came is killed by the refit, and the turn is whole nevertheless', async () => {

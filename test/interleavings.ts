@@ -278,21 +278,15 @@ export async function interleave(world: World, random: Random, kill: boolean): P
 export async function crossings(world: World, random: Random): Promise<void> {
   const { generator, refit } = world;
   const first = refit.version;
-  /** Each of them has sampled a few more. */
-  const more = async (): Promise<void> => {
-    const live = generator.engines.flatMap(({ sent }) => [...sent]);
-    const wanted = live.map(({ sampled }) => sampled.length + 5);
-    while (live.some(({ sampled }, i) => sampled.length < (wanted[i] as number))) await sleep(1);
-  };
   const running: { request: TurnRequest; result: Promise<TurnResult> }[] = [];
   for (let k = 3; k > 0; k--) {
     const made = requestOf(random, `${first}/crosses ${k}`, 900);
     const request = { ...made, sampling: { ...made.sampling, stop_token_ids: [] } };
     running.push({ request, result: generator.generate(request) });
-    await more();
+    await more(world, 4 - k);
     await train(world, random);
     await refit.push();
-    await more();
+    await more(world, 4 - k);
   }
   for (const [i, { request, result }] of running.entries()) {
     generator.abort(request);
@@ -300,6 +294,37 @@ export async function crossings(world: World, random: Random): Promise<void> {
     invariant(spans.length === 4 - i, `${spans.length - 1} refits crossed, want ${3 - i}`);
     record(world, request, await result, { first, aborted: true });
   }
+}
+
+/** `count` requests that all live across `refits` refits in a row. */
+export async function crossTogether(world: World, random: Random, count: number, refits: number): Promise<void> {
+  const { generator, refit } = world;
+  const first = refit.version;
+  const running = Array.from({ length: count }, (_, k) => {
+    const made = requestOf(random, `${first}/together ${k}`, 900);
+    const request = { ...made, sampling: { ...made.sampling, stop_token_ids: [] } };
+    return { request, result: generator.generate(request) };
+  });
+  await more(world, count);
+  for (let k = 0; k < refits; k++) {
+    await train(world, random);
+    await refit.push();
+    await more(world, count);
+  }
+  for (const { request, result } of running) {
+    generator.abort(request);
+    const turn = await result;
+    invariant(turn.spans.length === refits + 1, `${turn.spans.length - 1} refits crossed, want ${refits}`);
+    record(world, request, turn, { first, aborted: true });
+  }
+}
+
+/** Each of `count` live requests has sampled a few more. */
+async function more({ generator }: World, count: number): Promise<void> {
+  const live = () => generator.engines.flatMap(({ sent }) => [...sent]);
+  while (live().length < count) await sleep(1);
+  const wanted = live().map((one) => ({ one, length: one.sampled.length + 5 }));
+  while (wanted.some(({ one, length }) => one.sampled.length < length)) await sleep(1);
 }
 
 // ---- What must hold ----

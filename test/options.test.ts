@@ -295,6 +295,8 @@ const EFFECTS: Record<OptionName, Effect> = {
   'fsdp.param_dtype': { refused: ['bfloat16'] },
   'fsdp.packing_samples': { to: ['false'], also: [...TWO_RANKS, '--train.max_tokens_per_gpu', '100'], seen: 'numbers' },
   'tokenizer.kind': { refused: ['python'] },
+  'tokenizer.tool_parser': { refused: ['hermes'] },
+  'tokenizer.reasoning_parser': { refused: ['qwen3'] },
   'refit.verify_every': { to: ['1'], also: ['--eval.dataset', 'none'], seen: 'numbers' },
   'refit.cache': { refused: ['keep'] },
   'refit.deadline_s': { to: ['0.1'], also: SLOW_LOAD, seen: 'exit' },

@@ -610,7 +610,7 @@ def test_a_missing_directory_files_or_template_is_a_clear_error(tmp_path):
 class Controller:
     """A minimal other end of the wire, for one worker."""
 
-    def __init__(self, model_path: str):
+    def __init__(self, model_path: str, **options: str):
         self.context = zmq.Context()
         self.socket = self.context.socket(zmq.ROUTER)
         self.socket.setsockopt(zmq.LINGER, 0)
@@ -634,9 +634,8 @@ class Controller:
         self.seq, self.requests = 0, {}
         self.peer, hello = self.receive("hello")
         assert hello.fields["worker_kind"] == "tokenizer"
-        self.send(
-            "welcome", {"incarnation": 0, "options": {"model_path": model_path}, "heartbeat_ms": 60_000}
-        )
+        options["model_path"] = model_path
+        self.send("welcome", {"incarnation": 0, "options": options, "heartbeat_ms": 60_000})
 
     def send(self, kind, fields, frames=None, **rest):
         self.socket.send_multipart([self.peer, *protocol.encode(kind, self.seq, fields, frames, **rest)])

@@ -72,7 +72,7 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
     return tokenizer
 
 
-def make_config(kind: str):
+def make_config(kind: str, **other: Any):
     shape: dict[str, Any] = {
         "vocab_size": VOCAB_SIZE + (kind == "dense_tied_odd"),  # odd: two ranks have unequal shares
         "hidden_size": 64,
@@ -87,7 +87,7 @@ def make_config(kind: str):
         "pad_token_id": 256,
         "bos_token_id": None,
         "tie_word_embeddings": kind in ("dense_tied", "dense_tied_odd"),
-    }
+    } | other
     experts: dict[str, Any] = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
     if kind == "moe":
         # The first layer stays dense, as in DeepSeek and some Qwen models.
@@ -110,10 +110,10 @@ def draw_weights(model: torch.nn.Module, seed: int) -> None:
             parameter.copy_((0.25 if "lm_head" in name or "embed" in name else 0.12) * noise)
 
 
-def make_model(kind: str, directory: str | os.PathLike, seed: int = 0) -> str:
-    """Writes the checkpoint into `directory` (made when absent) and returns its path as text."""
+def make_model(kind: str, directory: str | os.PathLike, seed: int = 0, **other: Any) -> str:
+    """Writes a checkpoint of `other` sizes into `directory`, made when absent; returns its path as text."""
     classes = {"moe": Qwen3MoeForCausalLM, "llama": LlamaForCausalLM}
-    model = classes.get(kind, Qwen3ForCausalLM)(make_config(kind)).to(torch.float32)
+    model = classes.get(kind, Qwen3ForCausalLM)(make_config(kind, **other)).to(torch.float32)
     draw_weights(model, seed)
     model.save_pretrained(directory)
     make_tokenizer().save_pretrained(directory)

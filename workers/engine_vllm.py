@@ -15,7 +15,8 @@ Invariants
   4. Keys of one version are nobody else's: the version is the cache salt of every request. A request that has
      sampled nothing when weights change starts over under the new salt.
   5. What EngineCore is told (add, abort, pause, load, resume) leaves in the order in which it was asked for.
-  6. When EngineCore or a worker process of vLLM is gone, or weights failed half-way, this process exits 1.
+  6. No process of vLLM outlives this one, and what a killed one leaves in /tmp and /dev/shm bears its name.
+  7. When EngineCore or a worker process of vLLM is gone, or weights failed half-way, this process exits 1.
 
 Options: {model_path, device, dtype, max_requests, max_len, prefill_tokens, seed, vllm: {...}}; `vllm` as in
 `engine_args`. On a CPU a seed gives the same tokens in any batch and across `already`; on a GPU for a request
@@ -26,15 +27,20 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ctypes
 import glob
+import multiprocessing
 import os
 import shutil
+import signal
+import sys
 import tempfile
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from functools import cached_property
+from multiprocessing import shared_memory
 from typing import Any
 
 import numpy as np
@@ -52,7 +58,10 @@ RETRY_AFTER_MS = 50
 EVERY = 2**62  # a handle that none reaches
 GIB = 2**30
 CPU_CACHE_GIB = 1
-PREFIX = "molt-vllm-"  # of temporary directories and semaphores, followed by the process that made them
+PREFIX = (
+    "molt-tmp-"  # of temporary files, followed by the process that leads the group; launch.ts removes them
+)
+PR_SET_PDEATHSIG = 1
 
 
 @dataclass(eq=False)
@@ -92,6 +101,7 @@ def prepare_environment(options: dict[str, Any]) -> str:
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     os.environ.setdefault("DO_NOT_TRACK", "1")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+    os.environ["VLLM_WORKER_MULTIPROCESSING_METHOD"] = "spawn"  # in_child
     os.environ.setdefault(
         "VLLM_ALLOW_LONG_MAX_MODEL_LEN", "1"
     )  # checked against the model by options, not here
@@ -102,20 +112,28 @@ def prepare_environment(options: dict[str, Any]) -> str:
             # The worker inside EngineCore: two processes and not three, and half the start-up.
             os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     sweep()
-    own = tempfile.mkdtemp(prefix=f"{PREFIX}{os.getpid()}-")
+    name = os.environ["MOLT_TMP"] = f"{PREFIX}{os.getpid()}-"
+    own = tempfile.mkdtemp(prefix=name)
     os.environ["TMPDIR"] = os.environ["VLLM_RPC_BASE_PATH"] = own
     tempfile.tempdir = None  # look at TMPDIR again
-    # Children inherit it: semaphores by names that tell whose they are.
-    import multiprocessing
-
-    multiprocessing.current_process()._config["semprefix"] = f"/{PREFIX}{os.getpid()}"  # type: ignore[attr-defined]
+    process: Any = multiprocessing.current_process()
+    process._config["semprefix"] = f"/{name}"  # of semaphores; children inherit it
     return own
+
+
+def in_child() -> None:
+    """In EngineCore and vLLM's workers, which are spawned and so run this file first."""
+    memory: Any = shared_memory
+    memory._SHM_NAME_PREFIX = "/" + os.environ["MOLT_TMP"]
+    if sys.platform == "linux":  # they go on for ever otherwise (seen after 70 s)
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        if os.getppid() == 1:
+            os._exit(1)
 
 
 def sweep() -> None:
     """Remove what engines left that are no more: nothing runs in a process that was killed."""
-    places = glob.glob(os.path.join(tempfile.gettempdir(), f"{PREFIX}*"))
-    for path in places + glob.glob(f"/dev/shm/sem.{PREFIX}*"):
+    for path in glob.glob(f"{tempfile.gettempdir()}/{PREFIX}*") + glob.glob(f"/dev/shm/*{PREFIX}*"):
         pid = os.path.basename(path).split(PREFIX, 1)[1].split("-")[0]
         if pid.isdigit() and not os.path.exists(f"/proc/{pid}"):
             if os.path.isdir(path):
@@ -715,3 +733,5 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+elif __name__ == "__mp_main__":
+    in_child()

@@ -11,7 +11,8 @@ finite and are coerced on receipt, since 1.0 travels as the integer 1; null mean
 where the type ends in `?`. NaN and infinity travel only inside frames. A message is at most 64 MiB.
 What is sent at about the same time travels as one ZeroMQ message, header and frames of each back to back.
 
-Types: str int float bool json, `?` = may be null; {name: type} = record; {"*": type} = map; [type] = list.
+Types: str int float bool json, `?` = may be null; {name: type} = record; {"*": type} = map;
+{"?": type} = it or null; [type] = list.
 Frames: the dtype of a one-dimensional tensor, `?` = may be left out. C controller, W any worker, E engine,
 T trainer rank, K tokenizer, R runner.
 
@@ -80,6 +81,7 @@ SAMPLING = {
     "stop_token_ids": ["int"],
 }
 SPAN = {"version": "int", "from": "int", "to": "int"}  # offsets into the turn's sampled ids
+BLOB = {"sha256": "str", "dtype": "str", "shape": ["int"]}  # file of that name among the run's blobs
 TENSORS = [{"name": "str", "dtype": "str", "shape": ["int"], "offset": "int", "bytes": "int", "crc32": "int"}]
 ITEM_IDS = {  # errors[i] null = fine
     "fields": {"errors": ["str?"]},
@@ -159,8 +161,16 @@ MESSAGES: dict[str, dict[str, Any]] = {
         "fields": {
             "version": "int",  # sampled all of these
             "texts": ["str"],  # new text per handle; empty list when no request asked for text
-            # reason: stop length abort error
-            "ended": [{"handle": "int", "reason": "str", "detail": "str?", "cached_tokens": "int"}],
+            "ended": [
+                {
+                    "handle": "int",
+                    "reason": "str",  # stop length abort error
+                    "detail": "str?",
+                    "cached_tokens": "int",
+                    # expert ids (tokens, MoE layers, k) of all ids but the last; null = not wanted
+                    "routes": {"?": BLOB},
+                }
+            ],
         },
         "frames": {"handles": "i32", "counts": "i32", "ids": "i32", "logprobs": "f32"},
     },
@@ -702,6 +712,8 @@ def _check(value: Any, spec: Spec, path: str) -> Any:
         if not isinstance(value, list | tuple):
             raise _mistyped(path, "a list", value)
         return [_check(item, spec[0], f"{path}[{i}]") for i, item in enumerate(value)]
+    if "?" in spec:
+        return None if value is None else _check(value, spec["?"], path)
     if not isinstance(value, dict):
         raise _mistyped(path, "a record", value)
     if "*" in spec:

@@ -417,6 +417,7 @@ export class SimulatedEngine {
           reason,
           detail: reason === 'error' ? 'the logits are not finite' : this.#report(live),
           cached_tokens: live.cachedTokens,
+          routes: null,
         })),
       };
       this.#worker.link.send('tokens', fields, moved.frames);

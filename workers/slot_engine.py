@@ -249,7 +249,13 @@ class Engine:
     def _end(self, slot: int, reason: str, detail: str | None = None) -> None:
         handle = int(self.handle[slot])
         cached = int(self.cached[slot])
-        ending = {"handle": handle, "reason": reason, "detail": detail, "cached_tokens": cached}
+        ending = {
+            "handle": handle,
+            "reason": reason,
+            "detail": detail,
+            "cached_tokens": cached,
+            "routes": None,
+        }
         self._outbox.ended.append(ending)
         self.stats["cached_tokens"] += cached
         stream = self.streams.pop(slot, None)

@@ -24,7 +24,8 @@ Decisions
   5. No special token is ever added by the tokenizer itself: the template writes them all, BOS included.
   6. Content parts are joined to text, null content is empty text: templates print other things for them.
 
-Does not do: markup other than Hermes/Qwen `<tool_call>{json}</tool_call>`, content parts other than text.
+Does not do: content parts other than text. Markup other than Hermes/Qwen `<tool_call>{json}</tool_call>` is
+read by vLLM's parsers, where they are named (vllm_parsers.py).
 Started by launch.ts; asked by the controller and, through it, by runner.ts (protocol.py: render to parse).
 """
 
@@ -48,6 +49,7 @@ import numpy as np
 from jinja2 import nodes
 
 from runtime import Request, Runtime, bad_request
+from vllm_parsers import AUTO, ParserError, VllmParsers
 
 # Stands for text in a render that is cut away again. Unguessable, so no policy and no tool writes it.
 MARK = "mark" + secrets.token_hex(8)
@@ -224,8 +226,8 @@ ANSWER_STUB = {"role": "assistant", "content": MARK}
 class ChatTokenizer:
     """One model's tokenizer and template. Pure after construction, apart from counters."""
 
-    def __init__(self, model_path: str):
-        """Raises TokenizerError when files or the template are missing."""
+    def __init__(self, model_path: str, tool_parser: str = AUTO, reasoning_parser: str = AUTO):
+        """Raises TokenizerError when files or the template are missing, ParserError for names of parsers."""
         self.model_path = model_path
         self.lone_surrogates = 0  # texts in which unpaired surrogates were replaced
         self._tokenizer = load_tokenizer(model_path)
@@ -245,6 +247,9 @@ class ChatTokenizer:
             self._added.get(i) or self._tokenizer.convert_ids_to_tokens(i) for i in self.stop_token_ids
         }
         self.suffix_exact, self.suffix_note = self._prove_suffix()
+        self._parsers = None
+        if (tool_parser, reasoning_parser) != (AUTO, AUTO):
+            self._parsers = VllmParsers(self._tokenizer, tool_parser, reasoning_parser)
 
     def info(self) -> dict:
         return {
@@ -457,10 +462,11 @@ class ChatTokenizer:
         prompt may offer tools in its own words, so calls are read."""
         bodies = [row[:-1] if len(row) and row[-1] in self.stop_token_ids else row for row in rows]
         texts = self.decode(bodies, False)
-        return [
-            {"text": text, **parse_turn(text, offered != [])}
-            for text, offered in zip(texts, tools, strict=True)
-        ]
+        turns = []
+        for text, offered in zip(texts, tools, strict=True):
+            by_name = self._parsers and parse_turn_by(self._parsers, text, offered)
+            turns.append({"text": text, **(by_name or parse_turn(text, offered != []))})
+        return turns
 
 
 def each(function, items: Sequence) -> tuple[list, list[str | None]]:
@@ -613,6 +619,17 @@ def parse_turn(text: str, read_calls: bool = True) -> dict:
     return {"content": content, "reasoning": reasoning, "tool_calls": calls, "error": error}
 
 
+def parse_turn_by(parsers: VllmParsers, text: str, tools: Any) -> dict:
+    """The same by vLLM's parsers. The part of the turn that none is named for is read as above."""
+    if not parsers.reads_reasoning:
+        reasoning, content = split_reasoning(text)
+        return {**parsers.read(content, tools), "reasoning": reasoning}
+    turn = parsers.read(text, tools)
+    if not parsers.reads_calls and tools != [] and turn["error"] is None:
+        turn["content"], turn["tool_calls"], turn["error"] = split_calls(turn["content"])
+    return turn
+
+
 def split_reasoning(text: str) -> tuple[str | None, str]:
     """(reasoning, the rest). The opener may stand in the prompt, then only the closer is here; a thought
     without an end (the turn ended by length) is reasoning to its end."""
@@ -714,12 +731,14 @@ def ids_answer(rows: Sequence[Sequence[int]], errors: Sequence[str | None]) -> t
 
 
 def main() -> None:
-    # transformers imports torch when it can, which costs a core two seconds and is not needed for text.
-    sys.modules["torch"] = None  # type: ignore[assignment]
     runtime = Runtime.connect("tokenizer", {"max_requests": 1})
+    parsers = [runtime.options.get(key, AUTO) for key in ("tool_parser", "reasoning_parser")]
+    if parsers == [AUTO, AUTO]:
+        # transformers imports torch when it can, which costs a core two seconds and is not needed for text.
+        sys.modules["torch"] = None  # type: ignore[assignment]
     try:
-        tokenizer = ChatTokenizer(runtime.options["model_path"])
-    except TokenizerError as error:
+        tokenizer = ChatTokenizer(runtime.options["model_path"], *parsers)
+    except (TokenizerError, ParserError) as error:
         runtime.refuse_input(error)
 
     def encode(request: Request):

@@ -1,5 +1,5 @@
 """
-What runs inside vLLM's own processes: weights for the model, scores while it stands still, parent death.
+What runs inside vLLM's own processes: weights for the model, scores while it stands still.
 
     front end (engine_vllm.py) --collective_rpc--> WorkerExtension, in every rank's worker process
                                --requests--------> Scheduler, in EngineCore
@@ -13,7 +13,6 @@ Invariants
   2. One layerwise reload per refit, however many parts the weights came in.
   3. Every parameter of the model is written by every refit, or the refit fails and names those that were not.
   4. While paused nothing is scheduled but scores, and they leave kept requests and their keys as they were.
-  5. No process of vLLM outlives its parent.
 
 Two weight updates of vLLM's CPU build are wrong without an error, and mended here (`repack_heads`,
 `prepack_experts`); MOLT_VLLM_UNMENDED=1 leaves them as they are, for the test that shows it.
@@ -21,12 +20,8 @@ Two weight updates of vLLM's CPU build are wrong without an error, and mended he
 
 from __future__ import annotations
 
-import ctypes
 import json
-import multiprocessing
 import os
-import signal
-import sys
 import time
 from dataclasses import dataclass
 from typing import Any
@@ -49,22 +44,7 @@ from weights import WeightsError, verify_segment
 
 BACKEND = "molt"
 SCORE = "score-"  # ids of requests that run while the engine is paused
-PR_SET_PDEATHSIG = 1
 UNMENDED = os.environ.get("MOLT_VLLM_UNMENDED") == "1"
-
-
-# ---- Parent death ----
-
-
-def die_with_parent() -> None:
-    """EngineCore and workers of a killed front end go on for ever otherwise (seen after 70 s)."""
-    if multiprocessing.parent_process() is not None and sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-        if os.getppid() == 1:
-            os._exit(1)
-
-
-die_with_parent()
 
 
 # ---- Scores while paused ----
@@ -216,9 +196,9 @@ class SeededGenerator(torch.Generator):
 
 def seed_by_position(runner: Any) -> None:
     """
-    Every draw of a seeded request is a function of its seed and the token's position. As vLLM does it, a seeded
-    prompt that is prefilled in chunks ends EngineCore on a CPU ("CPU Generator does not use offset"), and a
-    request that is resumed elsewhere repeats the draws of its beginning.
+    Every draw of a seeded request is a function of its seed and the token's position. As vLLM does it, a
+    seeded prompt that is prefilled in chunks ends EngineCore on a CPU ("CPU Generator does not use offset"),
+    and a request that is resumed elsewhere repeats the draws of its beginning.
     """
     update, draw = runner._update_states, runner._sample
 
@@ -254,8 +234,8 @@ class WorkerExtension:
 
     def molt_stage(self: Any, path: str, table: list[dict], last: bool) -> float:
         """
-        Verify the bytes of a segment and keep its tensors for the update. Its file may be written again before
-        the last part comes, so earlier parts are copied. Returns milliseconds. Raises WeightsError.
+        Verify the bytes of a segment and keep its tensors for the update. Its file may be written again
+        before the last part comes, so earlier parts are copied. Returns milliseconds. Raises WeightsError.
         """
         started = time.perf_counter()
         transfer: MoltTransfer = self.weight_transfer_engine
