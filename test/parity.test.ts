@@ -2,7 +2,9 @@
  * Parity of what engines sample, over real processes: it passes on sound engines at any temperature, and tells one that
  * serves another model, one whose tokens are drawn from another distribution than it reports, and one that cannot sample.
  */
-import { mkdirSync, writeFileSync } from 'node:fs';
+import { spawn } from 'node:child_process';
+import { mkdirSync, mkdtempSync, rmSync, writeFileSync } from 'node:fs';
+import { tmpdir } from 'node:os';
 import { join } from 'node:path';
 import { setTimeout as sleep } from 'node:timers/promises';
 import { afterAll, beforeAll, describe, expect, test } from 'vitest';
@@ -14,7 +16,7 @@ import { Refit } from '../molt/refit.ts';
 import { Trainer } from '../molt/trainer.ts';
 import type { Json } from '../molt/types.ts';
 import { initialWeights, packWeights } from '../workers/simulated_model.ts';
-import { Cell, engineOptions, type Kind, simulated, startRanks, torch } from './contract.ts';
+import { Cell, engineOptions, hasVllm, type Kind, simulated, startRanks, torch, vllm } from './contract.ts';
 
 const PROBES = [Int32Array.from({ length: 40 }, (_, k) => (k * 37 + 5) % 250), Int32Array.from([1, 2, 3])];
 const BOUND = 1e-3; // of float32
@@ -188,4 +190,41 @@ describe('an engine that samples wrongly', () => {
     expect((await sampled()).map(({ tokens }) => tokens)).toEqual([64, 64]);
     await close();
   });
+});
+
+describe.runIf(hasVllm)('vllm on a CPU', () => {
+  test(
+    'with speculation, which it does wrongly above temperature 0: a run that was let through is stopped at its start',
+    async () => {
+      const dir = mkdtempSync(join(tmpdir(), 'molt-parity-'));
+      try {
+        const [model, draft] = await vllm.makeModels(dir);
+        const recipe = join(dir, 'recipe.ts');
+        writeFileSync(
+          recipe,
+          'export const agent = () => ({ reset: () => "x", step: () => ({ reward: 1, done: true }) });\n' +
+            'export const prompts = () => [{ input: "a" }];\n' +
+            `export default { options: { 'eval.dataset': 'none', 'data.max_len': 256, 'rollout.max_new_tokens': 16 } };\n`,
+        );
+        const words = ['--engine.kind', 'vllm', '--engine.device', 'cpu', '--actor.model_name_or_path', model];
+        const speculation = ['--engine.speculation', 'draft', '--engine.draft_model', draft];
+        const argv = [recipe, ...words, ...speculation, '--run.dir', join(dir, 'run')];
+        const child = spawn(process.execPath, ['--import', 'tsx', 'molt/loop.ts', ...argv], {
+          env: { ...process.env, MOLT_UNCHECKED: 'speculation' },
+        });
+        let out = '';
+        for (const stream of [child.stdout, child.stderr])
+          stream.on('data', (data: Buffer) => {
+            out += data.toString();
+          });
+        const exit = await new Promise<number | null>((done) => child.on('close', done));
+        expect(exit, out).toBe(1);
+        expect(out).toMatch(/^The run stopped: .*engine-0 .*\(--rollout\.mismatch_stop off goes on\)$/m);
+        expect(out).not.toMatch(/^step +1\//m);
+      } finally {
+        rmSync(dir, { recursive: true, force: true });
+      }
+    },
+    vllm.startMs,
+  );
 });
