@@ -9,6 +9,7 @@ import { join } from 'node:path';
 import { setTimeout as sleep } from 'node:timers/promises';
 import { afterEach, beforeEach, describe, expect, test } from 'vitest';
 import { Generator } from '../molt/generator.ts';
+import { logTail } from '../molt/launch.ts';
 import {
   Cell,
   engineOptions,
@@ -17,6 +18,7 @@ import {
   promptOf,
   torch,
   torchMoe,
+  VLLM_OPTIONS,
   vllm,
   vllmMoe,
   vllmUntied,
@@ -136,6 +138,30 @@ describe.skipIf(!hasVllm)('expert routes of vllm', () => {
       const options = engineOptions(vllm, model, { blob_dir: join(cell.dir, 'blobs') });
       const start = cell.start({ id: 'engine-0', kind: 'engine', command: vllm.command('engine'), options });
       await expect(start).rejects.toThrow(/This model has no expert routes/);
+    },
+    START_MS,
+  );
+});
+
+describe.skipIf(!hasVllm)('a vllm that cannot start', () => {
+  test.each(
+    some(
+      {
+        args: { block_sise: 32 },
+        says: /--engine\.vllm_args: AsyncEngineArgs has no field block_sise; did you mean block_size\?/,
+      },
+      { attention_backend: 'NOPE', says: /--engine\.attention_backend NOPE: Unknown attention backend/ },
+      { kv_cache_gb: 0.0001, says: /--engine\.kv_cache_gb 0\.0001: To serve at least one request/ },
+    ),
+  )(
+    'says why in one line: $says',
+    async ({ says, ...more }) => {
+      const [model] = await vllm.makeModels(cell.dir);
+      const options = engineOptions(vllm, model, { vllm: { ...VLLM_OPTIONS, ...more } });
+      const spec = { id: 'engine-0', kind: 'engine', command: vllm.command('engine'), options } as const;
+      const worker = cell.launcher.start(spec);
+      expect((await worker.exited).code).toBe(4);
+      expect(logTail(worker, 1)).toMatch(says);
     },
     START_MS,
   );

@@ -19,9 +19,9 @@ Invariants
   7. When EngineCore or a worker process of vLLM is gone, or weights failed half-way, this process exits 1.
 
 Options: {model_path, device, dtype, max_requests, max_len, prefill_tokens, seed, blob_dir?, vllm: {...}};
-`vllm` as in `engine_args`. Where there is a blob_dir, requests may want expert routes (vllm_routes.py). On a CPU
-a seed gives the same tokens in any batch and across `already`, on a GPU for a request that runs alone. In
-vLLM's own processes runs vllm_extension.py. Started by launch.ts.
+`vllm` as in `engine_args`. Where there is a blob_dir, requests may want expert routes (vllm_routes.py). On a
+CPU a seed gives the same tokens in any batch and across `already`, on a GPU for a request that runs alone.
+In vLLM's own processes runs vllm_extension.py. Started by launch.ts.
 """
 
 from __future__ import annotations
@@ -32,14 +32,17 @@ import ctypes
 import glob
 import multiprocessing
 import os
+import re
 import shutil
 import signal
 import sys
 import tempfile
 import time
+import traceback
 from collections import deque
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from difflib import get_close_matches
 from functools import cached_property
 from multiprocessing import shared_memory
 from pathlib import Path
@@ -65,6 +68,12 @@ PREFIX = (
     "molt-tmp-"  # of temporary files, followed by the process that leads the group; launch.ts removes them
 )
 PR_SET_PDEATHSIG = 1
+LOG_BYTES = 256 * 1024  # of the end of the log, in which the cause of a failure is looked for
+NAMED = (
+    "attention_backend",
+    "moe_backend",
+    "draft_model",
+)  # options whose value vLLM quotes where it refuses it
 
 
 @dataclass(eq=False)
@@ -672,6 +681,20 @@ def cause(error: Exception) -> str:
 # ---- The worker ----
 
 
+def root_cause() -> str | None:
+    """The last error of EngineCore or of a worker of vLLM, from the log that they share with this process."""
+    try:
+        with open("/proc/self/fd/2", "rb") as log:
+            log.seek(max(0, os.fstat(log.fileno()).st_size - LOG_BYTES))
+            text = log.read().decode(errors="replace")
+    except OSError:
+        return None
+    found = re.findall(
+        r"^\((?:EngineCore|Worker)[^)]*\) ERROR [^\]]*\] (\w[\w.]*(?:Error|Exception)\b.*)$", text, re.M
+    )
+    return found[-1] if found else None
+
+
 class Server:
     def __init__(self, runtime: Runtime, engine: Engine):
         self.runtime, self.engine = runtime, engine
@@ -753,22 +776,34 @@ class Server:
 async def serve(runtime: Runtime, options: dict[str, Any]) -> None:
     from vllm import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
-
-    try:
-        args = AsyncEngineArgs(**engine_args(options))
-        config = args.create_engine_config()
-    except (OSError, ValueError, TypeError) as error:
-        runtime.refuse_input(error)
     from vllm.v1.executor.abstract import Executor
 
-    llm = AsyncLLM(
-        vllm_config=config,
-        executor_class=Executor.get_class(config),
-        log_stats=True,
-        log_requests=False,
-        start_engine_loop=False,
-        stat_loggers=[],
-    )
+    vllm = options["vllm"]
+    known = [each.name for each in fields(AsyncEngineArgs)]
+    for name in vllm["args"].keys() - set(known):
+        near = get_close_matches(name, known, 1)
+        hint = f"; did you mean {near[0]}?" if near else ""
+        runtime.refuse_input(f"--engine.vllm_args: AsyncEngineArgs has no field {name}{hint}")
+    try:
+        config = AsyncEngineArgs(**engine_args(options)).create_engine_config()
+    except (OSError, ValueError, TypeError) as error:
+        named = [key for key in NAMED if vllm[key] and str(vllm[key]) in str(error)]
+        runtime.refuse_input(f"--engine.{named[0]} {vllm[named[0]]}: {error}" if named else error)
+    try:
+        llm = AsyncLLM(
+            vllm_config=config,
+            executor_class=Executor.get_class(config),
+            log_stats=True,
+            log_requests=False,
+            start_engine_loop=False,
+            stat_loggers=[],
+        )
+    except RuntimeError as error:
+        found = root_cause()
+        if found and found.startswith("ValueError: "):
+            option = f"--engine.kv_cache_gb {vllm['kv_cache_gb']}: " if "KV cache" in found else ""
+            runtime.refuse_input(option + found.removeprefix("ValueError: "))
+        raise RuntimeError(f"vLLM cannot start: {found or error}") from None
     if llm.output_handler is not None:
         llm.output_handler.cancel()  # it would take every other step
     try:
@@ -792,10 +827,24 @@ def main() -> None:
     if options["device"] == "auto":
         options["device"] = "cuda" if os.path.exists("/dev/nvidia0") else "cpu"
     own = prepare_environment(options)
+    code = 0
     try:
         asyncio.run(serve(runtime, options))
+    except Exception as error:  # noqa: BLE001 at this edge of the process
+        # vLLM's own traceback stands above; ours would only say that the engine is dead.
+        if type(error).__name__ == "EngineDeadError":
+            print(
+                f"vLLM's engine is gone: {root_cause() or 'its process was killed'}",
+                file=sys.stderr,
+                flush=True,
+            )
+        else:
+            traceback.print_exception(error)
+        code = 1
     finally:
         shutil.rmtree(own, ignore_errors=True)
+    if code:
+        runtime.exit_now(code)
 
 
 if __name__ == "__main__":

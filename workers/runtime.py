@@ -195,7 +195,7 @@ class Runtime:
         if isinstance(reason, BaseException) and reason.__cause__ is not None:
             traceback.print_exception(reason)  # into the log, for those who look closer
         print(" ".join(_text(str(reason)).split()), file=sys.stderr, flush=True)
-        self._exit_now(EXIT_BAD_INPUT)
+        self.exit_now(EXIT_BAD_INPUT)
 
     def ready(self, **info: Any) -> None:
         self.send("ready", {"info": info})
@@ -235,7 +235,7 @@ class Runtime:
         }
         self._answer(request, protocol.prepare("error", fields, re=request.id))
         if kind == "fatal":
-            self._exit_now(1)
+            self.exit_now(1)
 
     def send(self, kind: str, fields: dict[str, Any], frames: dict[str, Any] | None = None) -> None:
         """Send an event. Any thread may call it. Frames are copied before it returns."""
@@ -489,7 +489,7 @@ class Runtime:
             self._answer(
                 request, protocol.prepare("error", {**fields, "retry_after_ms": None}, re=request.id)
             )
-        self._exit_now(1)
+        self.exit_now(1)
 
     def _close(self) -> None:
         """Send what is queued, then close the socket. Runs at exit; may be called twice."""
@@ -498,7 +498,7 @@ class Runtime:
         self._wake()
         self._io.join(LINGER_MS / 1000 + 1)
 
-    def _exit_now(self, code: int) -> NoReturn:
+    def exit_now(self, code: int) -> NoReturn:
         # os._exit: after a fatal error, destructors of collectives and devices may hang.
         self._close()
         sys.stdout.flush()
