@@ -30,7 +30,7 @@ os.environ |= {
 }
 sys.path[:0] = [str(Path(__file__).resolve().parents[1] / "workers")]
 
-from vllm_routes import WANTED, RouteStore  # noqa: E402 vLLM reads the environment when it is imported
+from vllm_routes import WANTED, RouteShape, RouteStore, rows_of_take, write_blob  # noqa: E402 vLLM reads the environment when it is imported
 
 BATCHED_TOKENS = 64  # of a step: every prompt below is prefilled in chunks
 BLOCKS, BLOCK_SIZE = 40, 32  # room for 1280 tokens: more than the crowd needs at once
@@ -42,11 +42,11 @@ class RoutesExtension:
 
     model_runner: Any
 
-    def molt_routes_install(self, blob_dir: str) -> dict[str, Any]:
-        self.molt_routes = RouteStore(self, blob_dir)
+    def molt_routes_install(self) -> dict[str, Any]:
+        self.molt_routes = RouteStore(self)
         return self.molt_routes.install()
 
-    def molt_routes_take(self, wanted: dict[str, int]) -> dict[str, Any]:
+    def molt_routes_take(self, wanted: dict[str, int]) -> dict[str, bytes]:
         return self.molt_routes.take(wanted)
 
     def molt_routes_drop(self, requests: list[str]) -> None:
@@ -115,9 +115,11 @@ def build_engine(model: Path) -> Any:
 
 
 class Driver:
-    def __init__(self, engine: Any, models: Path):
+    def __init__(self, engine: Any, shape: RouteShape, models: Path, blobs: Path):
         self.engine = engine
+        self.shape = shape
         self.models = models
+        self.blobs = blobs
         self.version = "v0"
         self.rng = random.Random(0)
         self.records: list[dict[str, Any]] = []
@@ -157,7 +159,8 @@ class Driver:
                 record["reason"] = output.outputs[0].finish_reason
         del self.live[name]
         taken = await self.call("molt_routes_take", {queue.request_id: len(prompt) + len(ids) - 1})
-        [record["routes"]] = taken.values()
+        rows = rows_of_take(taken[queue.request_id], self.shape)
+        record["routes"] = await asyncio.to_thread(write_blob, self.blobs, rows, self.shape)
         self.records.append(record)
         return record
 
@@ -273,8 +276,8 @@ async def error_of(call: Awaitable[Any]) -> str:
 async def run_scenarios(models: Path, blobs: Path) -> dict[str, Any]:
     engine = build_engine(models / "v0")
     try:
-        driver = Driver(engine, models)
-        shape = await driver.call("molt_routes_install", str(blobs))
+        [shape] = await engine.collective_rpc("molt_routes_install")
+        driver = Driver(engine, RouteShape(**shape), models, blobs)
         await driver.call("molt_test_prepare")
         await driver.unwanted()
         await driver.prefixes()
@@ -302,7 +305,7 @@ async def run_scenarios(models: Path, blobs: Path) -> dict[str, Any]:
 async def install_refused(model: Path) -> str:
     engine = build_engine(model)
     try:
-        return await error_of(engine.collective_rpc("molt_routes_install", args=("",)))
+        return await error_of(engine.collective_rpc("molt_routes_install"))
     finally:
         engine.shutdown()
 

@@ -3,7 +3,7 @@ Expert routes: through which experts each token went, taken inside vLLM's worker
 
     router of each MoE layer -> rows of this step --by slot mapping--> rows of every KV slot
                                         |                                  | prefix hits
-                                        +------> rows of a request <-------+     -> take -> blobs/<sha256>
+                                        +------> rows of a request <-------+  -> take -> blobs/<sha256>
 
 A row belongs to one token: its k experts in every MoE layer, (layers, k), in the forward that ran it. The
 last sampled token never ran, so n ids have n - 1 rows. The row of position p is of the forward that gave the
@@ -18,10 +18,12 @@ Invariants
      sampled nothing starts over.
   3. A row is collected in the step that ran it, not when the request ends: the runner hears of an end with
      the next step, which an idle engine does not make, and by then the blocks may be somebody else's.
-  4. Rows leave checked: an expert out of range, one twice for a token or a row never captured is an error.
+  4. What is written is checked: an expert out of range, one twice for a token, or a row never captured is an
+     error.
   5. A blob is complete and synced before anyone is told its name.
 RouteStore is the capture on CPU; the worker extension makes it, and collective_rpc calls it. On GPU vLLM
-captures by itself, and `routes_of_output` does the rest. Elsewhere called R3, rollout routing replay.
+captures by itself and sends the rows with the final output, by the same rules. The engine's front end writes
+the blobs, in a thread of its own. Elsewhere called R3, rollout routing replay.
 What it does not do (refused): pipeline, data and context parallel engines, KV connectors, speculation,
 compiled models.
 """
@@ -30,7 +32,9 @@ from __future__ import annotations
 
 import hashlib
 import os
-from dataclasses import dataclass
+import threading
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -52,7 +56,7 @@ class RoutesError(ValueError):
 
 @dataclass(frozen=True)
 class RouteShape:
-    layers: tuple[int, ...]  # the MoE layers, as numbers among all layers
+    layers: Sequence[int]  # the MoE layers, as numbers among all layers
     experts: int
     k: int
 
@@ -91,7 +95,7 @@ def route_shape(worker: Any) -> RouteShape:
         raise RoutesError("No routes with pipeline parallel engines: a worker sees only its own layers")
     layers = moe_layers(worker.model_runner.model)
     shape = RouteShape(
-        layers=tuple(number for number, _ in layers),
+        layers=[number for number, _ in layers],
         experts=config.model_config.get_num_experts(),
         k=config.model_config.get_num_experts_per_tok(),
     )
@@ -153,30 +157,22 @@ def check_rows(rows: np.ndarray, shape: RouteShape) -> None:
         )
 
 
-def write_blobs(directory: Path, arrays: list[np.ndarray], shape: RouteShape) -> list[dict[str, Any]]:
-    """Checks each array and writes it to the file that its bytes name. {sha256, dtype, shape}, in order."""
+def write_blob(directory: Path, rows: np.ndarray, shape: RouteShape) -> dict[str, Any]:
+    """Checks rows and writes them to the file that their bytes name. {sha256, dtype, shape}."""
+    check_rows(rows, shape)
     dtype = "u8" if shape.experts <= 256 else "i16"
-    written = []
-    for rows in arrays:
-        check_rows(rows, shape)
-        data = rows.astype("<u1" if dtype == "u8" else "<i2").tobytes()
-        digest = hashlib.sha256(data).hexdigest()
-        _write_once(directory / digest, data)
-        written.append({"sha256": digest, "dtype": dtype, "shape": list(rows.shape)})
+    data = rows.astype("<u1" if dtype == "u8" else "<i2").tobytes()
+    digest = hashlib.sha256(data).hexdigest()
+    path = directory / digest
+    if not path.exists():  # else it is complete: a file gets its name after its bytes were synced
+        part = path.with_name(f"{digest}.{os.getpid()}.{threading.get_ident()}.part")
+        with part.open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        part.replace(path)
     _sync(directory)
-    return written
-
-
-def _write_once(path: Path, data: bytes) -> None:
-    """A file of this name is complete: it got the name after its bytes were synced."""
-    if path.exists():
-        return
-    part = path.with_name(f"{path.name}.{os.getpid()}.part")
-    with part.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    part.replace(path)
+    return {"sha256": digest, "dtype": dtype, "shape": list(rows.shape)}
 
 
 def _sync(directory: Path) -> None:
@@ -187,13 +183,16 @@ def _sync(directory: Path) -> None:
         os.close(handle)
 
 
-def routes_of_output(
-    routed_experts: np.ndarray | None, rows: int, shape: RouteShape, directory: Path
-) -> dict[str, Any]:
+def rows_of_take(data: bytes, shape: RouteShape) -> np.ndarray:
+    """What `RouteStore.take` gave for a request."""
+    return np.frombuffer(data, "<i2").reshape(-1, *shape.row)
+
+
+def rows_of_output(routed_experts: np.ndarray | None, rows: int, shape: RouteShape) -> np.ndarray:
     """
-    The blob of what vLLM captured by itself (GPU, enable_return_routed_experts): `routed_experts` of the
-    final CompletionOutput, (tokens, all layers, k), where dense layers are zero. It may hold more than the
-    `rows` of the ids that are sent, when a stop string ended the request.
+    What vLLM captured by itself (GPU, enable_return_routed_experts): `routed_experts` of the final
+    CompletionOutput, (tokens, all layers, k), where dense layers are zero. It may hold more than the `rows`
+    of the ids that are sent, when a stop string ended the request.
     """
     if routed_experts is None:
         raise RoutesError("vLLM returned no routes with the final output")
@@ -201,8 +200,7 @@ def routes_of_output(
         raise RoutesError(f"vLLM returned routes of {len(routed_experts)} tokens, want {rows}")
     if routed_experts.ndim != 3 or routed_experts.shape[1] <= max(shape.layers):
         raise RoutesError(f"vLLM returned routes of shape {routed_experts.shape}, layers are {shape.layers}")
-    [blob] = write_blobs(directory, [routed_experts[:rows, list(shape.layers)]], shape)
-    return blob
+    return routed_experts[:rows, list(shape.layers)]
 
 
 # ---- Capture ----
@@ -237,16 +235,15 @@ class RouteStore:
     WANTED, exactly one of `take` and `drop` once it has ended.
     """
 
-    def __init__(self, worker: Any, blob_dir: str):
+    def __init__(self, worker: Any):
         self._worker = worker
         self._runner = worker.model_runner
-        self._blob_dir = Path(blob_dir)
         self._collected: dict[str, Collected] = {}
 
     def install(self) -> dict[str, Any]:
-        """{layers, experts, k}. Raises RoutesError where there can be none. One rank captures for all."""
+        """The RouteShape, as a record. Raises RoutesError where there is none. One rank captures for all."""
         self._shape = shape = route_shape(self._worker)
-        answer = {"layers": list(shape.layers), "experts": shape.experts, "k": shape.k}
+        answer = asdict(shape)
         if self._worker.vllm_config.aux_output_config.enable_return_routed_experts:
             return answer  # vLLM captures by itself
         refuse_capture(self._worker)
@@ -264,22 +261,22 @@ class RouteStore:
         self._runner.execute_model = self._execute
         return answer
 
-    def take(self, wanted: dict[str, int]) -> dict[str, dict[str, Any]]:
+    def take(self, wanted: dict[str, int]) -> dict[str, bytes]:
         """
-        Blobs of requests that have ended: internal request id -> {sha256, dtype, shape}. `wanted` says how
-        many rows each has, one less than its ids: the engine may have run further, where a stop string or an
-        abort ended it.
+        Rows of requests that have ended, by internal request id, as i16 (`rows_of_take`). `wanted` says how
+        many each has, one less than its ids: the engine may have run further, where a stop string or an abort
+        ended it. The blob is written by who asks: a sync in this process would hold up every step.
         """
         if not self._worker.is_driver_worker:
             return {}
         taken = {request: self._collected.pop(request, None) for request in wanted}
-        arrays = []
-        for (request, collected), rows in zip(taken.items(), wanted.values(), strict=True):
+        rows_of = {}
+        for request, collected in taken.items():
             got = collected.length if collected else 0
-            if not collected or got < rows:
-                raise RoutesError(f"Request {request} has routes of {got} tokens, want {rows}")
-            arrays.append(collected.rows[:rows])
-        return dict(zip(wanted, write_blobs(self._blob_dir, arrays, self._shape), strict=True))
+            if not collected or got < wanted[request]:
+                raise RoutesError(f"Request {request} has routes of {got} tokens, want {wanted[request]}")
+            rows_of[request] = collected.rows[: wanted[request]].astype("<i2").tobytes()
+        return rows_of
 
     def drop(self, requests: list[str]) -> None:
         """Nobody wants these. Unknown ones may never have been scheduled."""
