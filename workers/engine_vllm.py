@@ -54,7 +54,7 @@ from request_checks import check_generate, check_rows
 from runtime import Request, Runtime, WorkerError, bad_request, fatal, unsupported
 from sampling import mixed_seed
 from text_stream import TextStream
-from vllm_routes import WANTED, RouteShape, routes_of_output
+from vllm_routes import WANTED, RoutesError, RouteShape, rows_of_output, rows_of_take, write_blob
 
 CAPABILITIES = {"max_requests": None, "transports": ["file"], "logprobs": True, "heads": 0, "routes": False}
 MODES = ("keep", "drain", "abort")
@@ -255,6 +255,7 @@ class Engine:
         self._blob_dir: str | None = options.get("blob_dir")  # None: no routes
         self._route_shape: RouteShape | None = None
         self._unrouted: list[tuple[Live, dict[str, Any]]] = []  # endings that wait for their routes
+        self._writing: set[asyncio.Task] = set()
         self._ops: asyncio.Queue[Callable[[], Awaitable[None]]] = asyncio.Queue()
         self.stats: dict[str, float] = dict.fromkeys(STATS, 0.0)
 
@@ -264,7 +265,7 @@ class Engine:
         if self._blob_dir is not None:
             os.makedirs(self._blob_dir, exist_ok=True)
             try:
-                shapes = await self.llm.collective_rpc("molt_routes_install", args=(self._blob_dir,))
+                shapes = await self.llm.collective_rpc("molt_routes_install")
             except Exception as error:  # noqa: BLE001 vLLM hands on the message only
                 self.runtime.refuse_input(cause(error))
             self._route_shape = RouteShape(**(shapes[0] | {"layers": tuple(shapes[0]["layers"])}))
@@ -397,41 +398,57 @@ class Engine:
         ending["routes"] = None
         if live.fields["want_routes"] and live.id:
             self._unrouted.append((live, ending))
-            self._do(self._send_routed)
+            self._do(self._take_routes)
         else:
             out.ended.append(ending)
 
-    async def _send_routed(self) -> None:
-        """Endings of requests that want routes: their blobs are written first."""
+    async def _take_routes(self) -> None:
+        """Of requests that have ended. Their blobs are written beside the steps, then their endings go out."""
         waiting, self._unrouted = self._unrouted, []
         if not waiting:
             return
-        rows = {live.id: len(live.prompt) + len(live.ids) - 1 for live, ending in waiting if live.ids}
-        try:
-            blobs = await self._take_routes({live.id: live for live, _ in waiting}, rows)
-        except Exception as error:  # noqa: BLE001 whatever is wrong with them, these requests have none
-            blobs = {}
-            for _, ending in waiting:
-                ending["reason"], ending["detail"] = "error", f"Cannot return expert routes: {cause(error)}"
+        wanted = {live.id: len(live.prompt) + len(live.ids) - 1 for live, _ in waiting if live.ids}
+        taken: dict[str, bytes] = {}
+        why = None
+        if self._captures:
+            try:
+                for of_rank in await self.llm.collective_rpc("molt_routes_take", args=(wanted,)):
+                    taken |= of_rank
+            except Exception as error:  # noqa: BLE001 vLLM hands on the message only; these requests have none
+                why = cause(error)
+            await self.llm.collective_rpc("molt_routes_drop", args=([live.id for live, _ in waiting],))
+        task = asyncio.create_task(self._send_routed(waiting, wanted, taken, why))
+        self._writing.add(task)
+        task.add_done_callback(self._writing.discard)
+
+    async def _send_routed(
+        self, waiting: list, wanted: dict[str, int], taken: dict[str, bytes], why: str | None
+    ) -> None:
         for live, ending in waiting:
-            ending["routes"] = blobs.get(live.id)
-        await self.llm.collective_rpc("molt_routes_drop", args=([live.id for live, _ in waiting],))
+            try:
+                if why is not None:
+                    raise RoutesError(why)
+                if live.id in wanted:
+                    ending["routes"] = await asyncio.to_thread(
+                        self._write_routes, live, wanted[live.id], taken.get(live.id)
+                    )
+            except (RoutesError, OSError) as error:
+                ending["reason"], ending["detail"] = "error", f"Cannot return expert routes: {error}"
         self._send(Outbox(ended=[ending for _, ending in waiting]))
 
-    async def _take_routes(self, lives: dict[str, Live], rows: dict[str, int]) -> dict[str, dict[str, Any]]:
+    def _write_routes(self, live: Live, rows: int, taken: bytes | None) -> dict[str, Any]:
         assert self._blob_dir is not None and self._route_shape is not None
-        if self._captures:
-            taken = await self.llm.collective_rpc("molt_routes_take", args=(rows,))
-            return {id: blob for of_rank in taken for id, blob in of_rank.items()}
-        return {
-            id: routes_of_output(
-                np.concatenate(lives[id].routes) if lives[id].routes else None,
-                count,
-                self._route_shape,
-                Path(self._blob_dir),
+        if taken is not None:
+            found = rows_of_take(taken, self._route_shape)
+        else:
+            found = rows_of_output(
+                np.concatenate(live.routes) if live.routes else None, rows, self._route_shape
             )
-            for id, count in rows.items()
-        }
+        return write_blob(Path(self._blob_dir), found, self._route_shape)
+
+    @property
+    def is_idle(self) -> bool:
+        return not (self.live or self._unrouted or self._writing)
 
     # ---- Steps ----
 
@@ -563,7 +580,8 @@ class Engine:
         await self.core.pause_scheduler_async(mode="keep", clear_cache=clear)
         while not self.core.outputs_queue.empty():
             self._on_step(await self.core.get_output_async())
-        await self._send_routed()
+        await self._take_routes()
+        await asyncio.gather(*self._writing)
         self.paused, self._is_pausing = True, False
         self._kept_keys = not clear
         handles = sorted(self.live)
@@ -720,7 +738,7 @@ class Server:
             try:
                 requests = self.runtime.receive(0)
             except SystemExit:
-                if not self.engine.live:
+                if self.engine.is_idle:
                     return
                 requests = []
                 await asyncio.sleep(0.05)  # what runs finishes first

@@ -233,12 +233,12 @@ class WorkerExtension:
                 prepack_experts()
         return {"pid": os.getpid()}
 
-    def molt_routes_install(self: Any, blob_dir: str) -> dict[str, Any]:
+    def molt_routes_install(self: Any) -> dict[str, Any]:
         """Before the first request. Raises RoutesError where this engine can give no routes."""
-        self.molt_routes = RouteStore(self, blob_dir)
+        self.molt_routes = RouteStore(self)
         return self.molt_routes.install()
 
-    def molt_routes_take(self: Any, wanted: dict[str, int]) -> dict[str, dict[str, Any]]:
+    def molt_routes_take(self: Any, wanted: dict[str, int]) -> dict[str, bytes]:
         return self.molt_routes.take(wanted)
 
     def molt_routes_drop(self: Any, requests: list[str]) -> None:
