@@ -403,7 +403,7 @@ class Engine:
             out.ended.append(ending)
 
     async def _take_routes(self) -> None:
-        """Of requests that have ended. Their blobs are written beside the steps, then their endings go out."""
+        """Of requests that have ended. Their blobs are written beside the steps, then endings go out."""
         waiting, self._unrouted = self._unrouted, []
         if not waiting:
             return
