@@ -14,6 +14,7 @@ import { type Options, simulatedScript } from './config.ts';
 import { Dispatch } from './dispatch.ts';
 import { orFailure } from './failure.ts';
 import { Generator } from './generator.ts';
+import { placeWorkers, visibleGpus } from './gpus.ts';
 import { type Launcher, nodeCommand, pythonCommand, type WorkerSpec, wasKilled } from './launch.ts';
 import { Refit } from './refit.ts';
 import { rendezvousPath } from './run_dir.ts';
@@ -198,6 +199,7 @@ function engineProcesses(options: Options): number[][] {
 function workerSpecs(options: Options, runDir: string) {
   const model = options['actor.model_name_or_path'] || 'simulated';
   const script = simulatedScript(options);
+  const gpus = placeWorkers(options, visibleGpus());
   const python = (file: string) => pythonCommand(file, options['launch.python'] || undefined);
   const simulated = () => nodeCommand('workers/simulated.ts');
   const engineCommand = () => {
@@ -223,8 +225,9 @@ function workerSpecs(options: Options, runDir: string) {
         tool_parser: options['tokenizer.tool_parser'],
         reasoning_parser: options['tokenizer.reasoning_parser'],
       }),
-    engine: (index: number) =>
-      spec('engine', index, engineCommand(), {
+    engine: (index: number): WorkerSpec => ({
+      env: seeing(gpus.engines[index]),
+      ...spec('engine', index, engineCommand(), {
         model_path: model,
         device: options['engine.device'],
         dtype: options['engine.dtype'],
@@ -234,8 +237,12 @@ function workerSpecs(options: Options, runDir: string) {
         seed: options['train.seed'],
         ...(options['engine.kind'] === 'vllm' && vllmOptions(options)),
       }),
+    }),
     rank: (rank: number, life: number): WorkerSpec => ({
-      env: threadsEnv(options['trainer.num_threads'] || trainerShare(options['trainer.num_ranks'])),
+      env: {
+        ...threadsEnv(options['trainer.num_threads'] || trainerShare(options['trainer.num_ranks'])),
+        ...seeing(gpus.ranks[rank]),
+      },
       ...spec('trainer', rank, options['trainer.kind'] === 'simulated' ? simulated() : python('trainer.py'), {
         model_path: model,
         rank,
@@ -265,6 +272,11 @@ function workerSpecs(options: Options, runDir: string) {
         turn_deadline_ms: options['rollout.turn_deadline_s'] * 1000,
       }),
   };
+}
+
+/** GPUs of one worker; null = it runs on the CPU. */
+function seeing(gpus: string | null | undefined): Record<string, string> {
+  return gpus ? { CUDA_VISIBLE_DEVICES: gpus } : {};
 }
 
 /** Sampling and training take turns, so the cores are the ranks' while they work. */
