@@ -15,7 +15,9 @@ Invariants
   4. Keys of one version are nobody else's: the version is the cache salt of every request. A request that has
      sampled nothing when weights change starts over under the new salt.
   5. What EngineCore is told (add, abort, pause, load, resume) leaves in the order in which it was asked for.
-  6. When EngineCore or a worker process of vLLM is gone, or weights failed half-way, this process exits 1.
+  6. Staged weights are verified here, in a thread, since EngineCore stands still in every call of a worker
+     process; those map the file themselves, and find it in the pause where it is not what was verified.
+  7. When EngineCore or a worker process of vLLM is gone, or weights failed half-way, this process exits 1.
 
 Options: {model_path, device, dtype, max_requests, max_len, prefill_tokens, seed, vllm: {...}}; `vllm` as in
 `engine_args`. On a CPU a seed gives the same tokens in any batch and across `already`; on a GPU for a request
@@ -43,6 +45,7 @@ from request_checks import check_generate, check_rows
 from runtime import Request, Runtime, WorkerError, bad_request, fatal, unsupported
 from sampling import mixed_seed
 from text_stream import TextStream
+from weights import Segment
 
 CAPABILITIES = {"max_requests": None, "transports": ["file"], "logprobs": True, "heads": 0, "routes": False}
 MODES = ("keep", "drain", "abort")
@@ -219,6 +222,8 @@ class Engine:
         self._clear = False
         self._pauses: list[Request] = []  # not answered yet
         self._pause_answer: tuple[dict, dict] | None = None
+        self._staged: tuple[dict[str, Any], Segment] | None = None  # fields of stage_weights, what they named
+        self._staging = asyncio.Lock()
         self._ops: asyncio.Queue[Callable[[], Awaitable[None]]] = asyncio.Queue()
         self.stats: dict[str, float] = dict.fromkeys(STATS, 0.0)
 
@@ -489,16 +494,38 @@ class Engine:
             self.runtime.reply(request, *self._pause_answer)
         self._pauses = []
 
+    async def stage_weights(self, fields: dict[str, Any]) -> dict[str, Any]:
+        """The reply. Works at any time. Raises `fatal` on any mismatch."""
+        check_transport(fields["source"])
+        started = time.perf_counter()
+        async with self._staging:
+            try:
+                if self._staged is None or self._staged[0] != fields:
+                    self._staged = fields, await asyncio.to_thread(self._verify, fields)
+                self._staged[1].check()
+            except Exception as error:
+                raise fatal(f"Cannot stage version {fields['version']}: {error}") from error
+        return {"verify_ms": 1000 * (time.perf_counter() - started)}
+
+    def _verify(self, fields: dict[str, Any]) -> Segment:
+        from vllm_extension import check_names
+
+        segment, tensors = Segment.verify(fields["source"]["path"], fields["tensors"])
+        check_names(self.model_path, self.llm.model_config.hf_config, tensors)
+        return segment
+
     async def load_weights(self, fields: dict[str, Any]) -> dict[str, Any]:
         """The reply. Raises `fatal` on any mismatch: the engine is not to be used any more."""
         version, source = fields["version"], fields["source"]
         if not self.paused:
             raise bad_request(f"Cannot load version {version}: the engine is not paused", "version")
-        if source["transport"] != "file":
-            raise unsupported(f"Transport {source['transport']} is not known, want file", "source.transport")
+        check_transport(source)
         started = time.perf_counter()
         try:
-            args = (source["path"], fields["tensors"], fields["last"])
+            async with self._staging:
+                staged, self._staged = self._staged, None
+            stamp = staged[1].stamp if staged and fields == staged[0] | {"last": True} else None
+            args = (source["path"], fields["tensors"], fields["last"], stamp)
             verify_ms = max(await self.llm.collective_rpc("molt_stage", args=args))
             if fields["last"]:
                 await self._apply(version)
@@ -578,6 +605,11 @@ class Engine:
             future.set_exception(fatal("vLLM ended a score without logprobs"))
 
 
+def check_transport(source: dict[str, Any]) -> None:
+    if source["transport"] != "file":
+        raise unsupported(f"Transport {source['transport']} is not known, want file", "source.transport")
+
+
 def cause(error: Exception) -> str:
     """vLLM wraps what failed in a worker into a bare Exception with the text."""
     text = str(error)
@@ -591,6 +623,7 @@ class Server:
     def __init__(self, runtime: Runtime, engine: Engine):
         self.runtime, self.engine = runtime, engine
         self.arrived = asyncio.Event()
+        self.stagings: set[asyncio.Task] = set()
 
     async def run(self) -> None:
         """Until `stop` came and nothing is left, or until vLLM fails."""
@@ -635,6 +668,10 @@ class Server:
                     self.runtime.reply(request)
                 case "pause":
                     engine.pause(request)
+                case "stage_weights":
+                    task = asyncio.create_task(self.answer(request, self.stage(fields)))
+                    self.stagings.add(task)
+                    task.add_done_callback(self.stagings.discard)
                 case "load_weights":
                     engine._do(lambda: self.answer(request, self.load(fields)))
                 case "resume":
@@ -652,6 +689,9 @@ class Server:
             self.runtime.reply(request, *await work)
         except Exception as exc:  # noqa: BLE001 at this edge every failure is an answer
             self.runtime.reply_error(request, exc)
+
+    async def stage(self, fields: dict[str, Any]) -> tuple[dict, dict | None]:
+        return await self.engine.stage_weights(fields), None
 
     async def load(self, fields: dict[str, Any]) -> tuple[dict, dict | None]:
         return await self.engine.load_weights(fields), None
