@@ -153,19 +153,25 @@ def hub_tensors(model) -> Iterator[tuple[str, torch.Tensor]]:
             for name in names:
                 tensor = live[name]
                 # Under tensor or expert parallelism an unsharded weight is still cut along that axis.
-                whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+                if isinstance(tensor, DTensor):
+                    whole = tensor.to_local() if tensor.device_mesh.size() == 1 else tensor.full_tensor()
+                else:
+                    whole = tensor
                 for piece in layout[name]:
                     yield piece.name, piece.of(whole)
 
 
 @contextlib.contextmanager
 def gathered(model, prefix: str) -> Iterator[dict[str, torch.Tensor]]:
-    """Live tensors under `prefix` (of the root: those in no layer), gathered in the type they compute in."""
+    """Live tensors under `prefix` (of the root: those in no layer), whole and in the type they compute in."""
     part = model.get_submodule(prefix[:-1]) if prefix else model
     cut = [
         module
         for name, module in part.named_modules()
-        if isinstance(module, FSDPModule) and (prefix or not layer_prefix(f"{name}."))
+        if isinstance(module, FSDPModule)
+        and (prefix or not layer_prefix(f"{name}."))
+        # The shard of a single rank is all there is; a gather would copy it twice.
+        and not model._is_whole
     ]
     for module in cut:
         module.unshard()
