@@ -31,6 +31,7 @@
  *   tokens          E -> C      none                       at most one per engine step, one policy version each
  *   abort           C -> E      {}                         ends handles with reason abort
  *   pause           C -> E      totals per live handle     its reply is the last message of the old version
+ *   stage_weights   C -> E      {verify_ms}                at any time: a head start on load_weights
  *   load_weights    C -> E      {loaded, ...}              only while paused; all or nothing
  *   resume          C -> E      {}                         go on under the loaded version
  *   score           C -> E      logprobs                   temperature-1 logprobs of given ids
@@ -131,6 +132,7 @@ const SAMPLING = {
 const SPAN = { version: 'int', from: 'int', to: 'int' } as const; // offsets into the turn's sampled ids
 const BLOB = { sha256: 'str', dtype: 'str', shape: ['int'] } as const; // file of that name among the run's blobs
 const TENSORS = [{ name: 'str', dtype: 'str', shape: ['int'], offset: 'int', bytes: 'int', crc32: 'int' }] as const;
+const SOURCE = { transport: 'str', path: 'str' } as const;
 const ITEM_IDS = { fields: { errors: ['str?'] }, frames: { ids: 'i32', lengths: 'i32' } } as const; // errors[i] null = fine
 
 export const MESSAGES = {
@@ -213,10 +215,17 @@ export const MESSAGES = {
     frames: {},
     reply: { fields: { version: 'int' }, frames: { handles: 'i32', totals: 'i32' } }, // tokens sampled so far
   },
+  stage_weights: {
+    from: 'C',
+    to: 'E',
+    fields: { version: 'int', source: SOURCE, tensors: TENSORS }, // the load_weights of all this then only swaps
+    frames: {},
+    reply: { fields: { verify_ms: 'float' }, frames: {} },
+  },
   load_weights: {
     from: 'C',
     to: 'E',
-    fields: { version: 'int', source: { transport: 'str', path: 'str' }, tensors: TENSORS, last: 'bool' },
+    fields: { version: 'int', source: SOURCE, tensors: TENSORS, last: 'bool' },
     frames: {},
     reply: { fields: { loaded: 'int', verify_ms: 'float', load_ms: 'float' }, frames: {} },
   },

@@ -1,8 +1,8 @@
 /**
  * Refit: make every engine serve the trainer's newest weights.
  *
- *   stage (engines still sample) -> pause -> load -> verify -> version += 1 -> resume
- *                                    `------------ each engine stands still ------------'
+ *   stage (trainer writes, each engine checks the bytes; all sample) -> pause -> load -> verify -> version += 1 -> resume
+ *                                                                       `----------- each engine stands still -----------'
  *
  * Invariants
  *   1. `version` rises by exactly one per refit in which at least one engine verified the new weights, and only here.
@@ -18,7 +18,7 @@
  * which no other request may use. Checksums prove the bytes (by the engine, every refit); `score` of two probes against the trainer's logprobs proves
  * their layout (first three refits, then every `verifyEvery`): bytes can be right and layout wrong.
  * Called by loop.ts after an optimizer step. Talks to engines and trainer ranks (protocol.ts: push_weights, pause,
- * load_weights, score, resume). Elsewhere called weight sync, update_weights, broadcast.
+ * stage_weights, load_weights, score, resume). Elsewhere called weight sync, update_weights, broadcast.
  */
 import { mkdirSync } from 'node:fs';
 import { join } from 'node:path';
@@ -31,10 +31,12 @@ import { invariant } from './types.ts';
 
 /** Refits whose layout is always proved. */
 const ALWAYS_VERIFIED = 3;
+/** Bytes from which a round trip to check them ahead is shorter than the check: less is checked in the pause. */
+const STAGE_FROM_BYTES = 4 * 1024 * 1024;
 
 /** What became of one refit. */
 export interface RefitTimes {
-  readonly stageMs: number; // the trainer writes, engines sample
+  readonly stageMs: number; // the trainer writes and engines check, while they sample; until the last one pauses
   readonly pauseMs: number; // longest that one engine stood still: pause, load, verify, resume
   readonly engines: number; // that were asked to take it
   readonly took: number; // of them, those that did; never 0
@@ -56,7 +58,15 @@ interface Staged {
   readonly version: number;
   readonly path: string;
   readonly tensors: TensorTable;
+  readonly bytes: number;
   readonly expected: Float32Array | null; // the trainer's logprobs of the probes, where the layout is to be proved
+}
+
+interface Outcome {
+  readonly ok: boolean;
+  readonly gap: number | null; // of the probes, null when the layout was not due
+  readonly pausedAt: number;
+  readonly ms: number; // from there
 }
 
 export class Refit {
@@ -67,6 +77,7 @@ export class Refit {
   readonly #tolerance: number;
   readonly #clearsCache: boolean;
   readonly #deadlineMs: number;
+  readonly #stageFromBytes: number;
   readonly #members = new Set<Engine>(); // joined: every refit reaches them
   readonly #joins = new Set<Promise<void>>(); // in progress; none while a file is written
   #probes: readonly Int32Array[] = [];
@@ -79,7 +90,8 @@ export class Refit {
 
   /**
    * `tolerance`: largest |dlogp| between an engine and the trainer, 1e-4 in fp32, 0.5 in bf16. `deadlineMs`: most that an
-   * engine may take to pause, load, verify and resume together.
+   * engine may take to pause, load, verify and resume together, and most that it may take to stage. `stageFromBytes`: less
+   * is not staged by engines.
    */
   constructor(args: {
     generator: Generator;
@@ -89,6 +101,7 @@ export class Refit {
     tolerance: number;
     cache: 'clear' | 'keep';
     deadlineMs: number;
+    stageFromBytes?: number;
   }) {
     this.#generator = args.generator;
     this.#trainer = args.trainer;
@@ -97,6 +110,7 @@ export class Refit {
     this.#tolerance = args.tolerance;
     this.#clearsCache = args.cache === 'clear';
     this.#deadlineMs = args.deadlineMs;
+    this.#stageFromBytes = args.stageFromBytes ?? STAGE_FROM_BYTES;
     mkdirSync(this.#dir, { recursive: true });
   }
 
@@ -166,17 +180,17 @@ export class Refit {
       staged = await this.#stage(this.#version + 1);
     }
     const { version } = staged;
-    const stagedAt = performance.now();
+    const writtenAt = performance.now();
     const engines = [...this.#members].filter(({ peer }) => !peer.isLost);
     const results = await Promise.all(engines.map((engine) => this.#refit(engine, staged)));
     await this.#verifiedByNewEngine(version);
     const took = results.filter((result) => result.ok);
     return {
-      stageMs: stagedAt - started,
-      pauseMs: took.length > 0 ? Math.max(...took.map((result) => result.ms)) : performance.now() - stagedAt,
+      stageMs: Math.max(writtenAt, ...took.map((result) => result.pausedAt)) - started,
+      pauseMs: took.length > 0 ? Math.max(...took.map((result) => result.ms)) : performance.now() - writtenAt,
       engines: engines.length,
       took: took.length || 1, // or the new process that took their place
-      bytes: staged.tensors.reduce((n, tensor) => n + tensor.bytes, 0),
+      bytes: staged.bytes,
       checksum: checksumOf(staged.tensors),
       verified: took.reduce<number | null>(
         (max, { gap }) => (gap === null ? max : Math.max(max ?? Number.NEGATIVE_INFINITY, gap)),
@@ -185,21 +199,34 @@ export class Refit {
     };
   }
 
-  /** One engine, from pause to resume. */
-  async #refit(engine: Engine, staged: Staged): Promise<{ ok: boolean; gap: number | null; ms: number }> {
-    const started = performance.now();
-    const deadline = started + this.#deadlineMs;
+  /** One engine, from its look at the bytes to resume. */
+  async #refit(engine: Engine, staged: Staged): Promise<Outcome> {
+    const isReady = staged.bytes < this.#stageFromBytes || (await this.#stageEngine(engine, staged));
+    const pausedAt = performance.now();
+    if (!isReady) return { ok: false, gap: null, pausedAt, ms: 0 };
+    const deadline = pausedAt + this.#deadlineMs;
     const { ok, gap } = await this.#swap(engine, staged, deadline);
     if (ok) this.#verifiedBy(engine, staged);
-    return { ok: ok && (await this.#resume(engine, staged.version, deadline)), gap, ms: performance.now() - started };
+    const isBack = ok && (await this.#resume(engine, staged.version, deadline));
+    return { ok: isBack, gap, pausedAt, ms: performance.now() - pausedAt };
+  }
+
+  /** It checks the bytes while it samples, so that the pause need not. False when the engine is gone or had to go. */
+  async #stageEngine(engine: Engine, staged: Staged): Promise<boolean> {
+    try {
+      await engine.peer.request('stage_weights', weightsOf(staged), undefined, { deadlineMs: this.#deadlineMs });
+      return true;
+    } catch (error) {
+      await this.#kill(engine, error as Error);
+      return false;
+    }
   }
 
   /** The first engine that has verified the new weights makes them the current version. Late ones change nothing. */
-  #verifiedBy(engine: Engine, { version, tensors }: Staged): void {
+  #verifiedBy(engine: Engine, { version, tensors, bytes }: Staged): void {
     if (version !== this.#version + 1) return;
     this.#version = version;
     this.#refits++;
-    const bytes = tensors.reduce((n, tensor) => n + tensor.bytes, 0);
     this.#onDeclared({
       version,
       engine: engine.worker.spec.id,
@@ -258,7 +285,8 @@ export class Refit {
       const { tensors } = await this.#trainer.pushWeights(version, path);
       const due = this.#refits < ALWAYS_VERIFIED || version % this.#verifyEvery === 0;
       const expected = due ? await this.#trainer.logprobs(this.#probes, 1) : null;
-      this.#staged = { version, path, tensors, expected };
+      const bytes = tensors.reduce((n, tensor) => n + tensor.bytes, 0);
+      this.#staged = { version, path, tensors, bytes, expected };
       return this.#staged;
     };
     const staging = stage();
@@ -282,12 +310,7 @@ export class Refit {
     this.#generator.paused(engine, (await engine.peer.request('pause', pause, undefined, left())).frames);
     const { fields } = await engine.peer.request(
       'load_weights',
-      {
-        version: staged.version,
-        source: { transport: 'file', path: staged.path },
-        tensors: staged.tensors,
-        last: true,
-      },
+      { ...weightsOf(staged), last: true },
       undefined,
       left(),
     );
@@ -334,6 +357,10 @@ export class Refit {
       : error.message;
     await this.#generator.kill(engine, why, isHung);
   }
+}
+
+function weightsOf({ version, path, tensors }: Staged) {
+  return { version, source: { transport: 'file', path }, tensors };
 }
 
 function checksumOf(tensors: TensorTable): number {

@@ -40,6 +40,8 @@ export interface Kind {
   readonly makeModels: (dir: string) => Promise<[string, string]>;
   /** Added to the options of an engine; steps must take long enough for a message to arrive between two. */
   readonly engineOptions: { readonly [key: string]: Json };
+  /** What engines keep of staged weights: a copy of the file, or its mapping and the times of its last write. */
+  readonly stages: 'copy' | 'map';
   readonly startMs: number; // generous
 }
 
@@ -54,6 +56,7 @@ export const simulated: Kind = {
       return path;
     }) as [string, string],
   engineOptions: { script: { latency_ms: { step: 2 } } },
+  stages: 'copy',
   startMs: 30_000,
 };
 
@@ -112,6 +115,7 @@ export const torch: Kind = {
   command: (role) => pythonCommand(role === 'engine' ? 'engine_torch.py' : `${role}.py`),
   makeModels: () => makeTiny('dense_tied'),
   engineOptions: {},
+  stages: 'map',
   startMs: 120_000,
 };
 

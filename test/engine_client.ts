@@ -168,6 +168,10 @@ export class EngineClient {
     return this.peer.request('resume', { epoch });
   }
 
+  stage(version: number, path: string, tensors: TensorTable) {
+    return this.peer.request('stage_weights', { version, source: { transport: 'file', path }, tensors });
+  }
+
   load(version: number, path: string, tensors: TensorTable, more: Partial<Fields<'load_weights'>> = {}) {
     return this.peer.request('load_weights', {
       version,

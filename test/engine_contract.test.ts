@@ -486,6 +486,57 @@ describe.each(ENGINE_KINDS)('%s engine', (_, kind) => {
       expect(largestGap(await engine.score([probe]), before)).toBeLessThan(1e-6);
     });
 
+    test('weights are staged while requests go on, and the load of them is that of the same bytes', async () => {
+      const before = await engine.score([probe]);
+      const turns = await startLong(4);
+      const path = join(cell.dir, 'staged.bin');
+      const tensors = writeSegment(models[1], path);
+      const old = version++;
+      const moved = async () => {
+        const counts = turns.map((turn) => turn.ids.length);
+        await engine.until(() => turns.every((turn, i) => turn.ids.length > (counts[i] as number)));
+      };
+      // Before its answer, after it, and after it was said again the engine samples, by the old weights.
+      const [{ fields }] = await Promise.all([engine.stage(version, path, tensors), moved()]);
+      expect(fields.verify_ms).toBeGreaterThan(0);
+      await engine.stage(version, path, tensors);
+      await moved();
+      expect(turns.flatMap((turn) => turn.versions).every((each) => each === old)).toBe(true);
+      expect(await engine.score([probe])).toEqual(before);
+      const paused = await engine.pause(++epoch, 'keep');
+      await engine.stage(version, path, tensors);
+      expect((await engine.load(version, path, tensors)).fields.loaded).toBe(tensors.length);
+      const staged = await engine.score([probe]);
+      await engine.resume(epoch);
+      await moved();
+      await engine.abort(turns);
+      for (const [i, handle] of paused.frames.handles.entries()) {
+        const { versions } = engine.turns.get(handle) as Turn;
+        expect(versions).toEqual(versions.map((_, k) => (k < (paused.frames.totals[i] as number) ? old : version)));
+      }
+      await loadModel(engine, models[1]); // not staged
+      expect(await engine.score([probe])).toEqual(staged);
+      await loadModel(engine, models[0]);
+      expect(largestGap(await engine.score([probe]), before)).toBeLessThan(1e-6);
+    });
+
+    test('what is loaded is what load_weights names, whatever was staged before', async () => {
+      const before = await engine.score([probe]);
+      const [path, other] = [join(cell.dir, 'named.bin'), join(cell.dir, 'staged-only.bin')];
+      const tensors = writeSegment(models[1], path);
+      await engine.stage(version + 1, other, writeSegment(models[0], other));
+      await engine.pause(++epoch, 'keep');
+      await engine.load(++version, path, tensors);
+      expect(largestGap(await engine.score([probe]), before)).toBeGreaterThan(0.01);
+      await engine.resume(epoch);
+      // Staged as one version, loaded as another one.
+      await engine.stage(version + 2, other, writeSegment(models[0], other));
+      await engine.pause(++epoch, 'keep');
+      await engine.load(++version, other, writeSegment(models[0], other));
+      await engine.resume(epoch);
+      expect(largestGap(await engine.score([probe]), before)).toBeLessThan(1e-6);
+    });
+
     test('a wrong layout passes the checksums and shows in score', async () => {
       const before = await engine.score([probe]);
       const path = join(cell.dir, 'swapped.bin');
@@ -512,6 +563,40 @@ describe.each(ENGINE_KINDS)('%s engine', (_, kind) => {
       expect(turns.map((turn) => turn.ids.length)).toEqual([...totals, 0]);
       await loadModel(engine, models[0]);
       expect((await engine.generate(promptOf(3, 3), { max_tokens: 2 })).ids.length).toBe(2);
+    });
+
+    /** The engine dies of the work; another one takes its place. */
+    async function dies(work: () => Promise<unknown>, offender: string | undefined): Promise<void> {
+      const error = await refused(work());
+      expect(error.type).toBe('fatal');
+      expect(error.message).toContain(offender);
+      expect((await worker.exited).code).toBe(1);
+      await worker.peer.lost;
+      worker = await startEngine();
+      engine = new EngineClient(worker.peer);
+      epoch = version = 0;
+    }
+
+    test('damage that is found while it is staged ends the engine', { timeout: kind.startMs }, async () => {
+      const path = join(cell.dir, 'staged-bad.bin');
+      const tensors = writeSegment(models[1], path);
+      corruptLast(path, tensors);
+      await dies(() => engine.stage(version + 1, path, tensors), tensors.at(-1)?.name);
+    });
+
+    test('a file that is written after it was staged is never loaded', { timeout: kind.startMs }, async () => {
+      const path = join(cell.dir, 'staged-late.bin');
+      const tensors = writeSegment(models[1], path);
+      await engine.stage(++version, path, tensors);
+      corruptLast(path, tensors);
+      await engine.pause(++epoch, 'keep');
+      if (kind.stages === 'copy') {
+        await engine.load(version, path, tensors);
+        const loaded = await engine.score([probe]);
+        await engine.resume(epoch);
+        await loadModel(engine, models[1]);
+        expect(await engine.score([probe])).toEqual(loaded);
+      } else await dies(() => engine.load(version, path, tensors), `${path} was written after`);
     });
 
     // Last, since the engine dies of it, twice.

@@ -41,6 +41,7 @@ interface Opened {
   readonly script?: Json;
   readonly deadlineMs?: number;
   readonly maxRequests?: number;
+  readonly stageFromBytes?: number;
 }
 
 /** Engines of this test have names of their own. */
@@ -198,6 +199,33 @@ describe.each([simulated, torch])('refit with $name workers', (kind: Kind) => {
         expect(spans.map(({ version }) => version)).toEqual([0, 1, 2, 3]);
         expect(spans.map(({ from }) => from).slice(1)).toEqual(spans.map(({ to }) => to).slice(0, -1));
       }
+      await close();
+    },
+    kind.startMs,
+  );
+
+  test.each<readonly [string, Damage]>([['one flipped bit', BYTES]])(
+    'an engine that is to check weights ahead pauses after it has, and refuses %s without a pause',
+    async (_, damage) => {
+      const { refit, train, trainer, generator, events, close } = await open('ahead', { stageFromBytes: 0 });
+      const asked: string[] = [];
+      const { peer } = generator.engines[0] as Engine;
+      const request = peer.request.bind(peer);
+      vi.spyOn(peer, 'request').mockImplementation((kind, ...rest) => {
+        asked.push(kind);
+        return request(kind, ...rest);
+      });
+      await train();
+      expect((await refit.push()).verified).toBeLessThanOrEqual(1e-5);
+      expect(asked).toEqual(['stage_weights', 'pause', 'load_weights', 'score', 'resume']);
+      await train();
+      trainer.damage = damage;
+      await refit.push();
+      expect(asked.slice(5)).toEqual(['stage_weights']);
+      expect(events).toContain('engine_killed');
+      expect(refit.version).toBe(2);
+      await expect.poll(() => generator.engines.length).toBe(1);
+      expect((await refit.parity()).max).toBeLessThanOrEqual(1e-5);
       await close();
     },
     kind.startMs,

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from model import ModelSettings, build, make_batch, policy_logprobs
 from optim import Optimizer, OptimSettings
-from weights import WeightsError, hub_layout, hub_tensors, load_into, verify_segment, write_segment
+from weights import Segment, WeightsError, hub_layout, hub_tensors, load_into, verify_segment, write_segment
 
 join_group_of_one()
 
@@ -240,6 +240,30 @@ def test_a_short_missing_or_empty_file_is_refused(segment, tmp_path):
     os.truncate(path, 0)
     with pytest.raises(WeightsError, match="Cannot map"):
         verify_segment(path, table)
+
+
+def test_a_file_that_is_written_after_it_was_verified_is_told_from_one_that_is_not(tmp_path):
+    """However soon it is written, whoever writes it, and though the bytes are the same."""
+    path = str(tmp_path / "segment")
+    tensors = [("a", torch.arange(5000.0)), ("b", torch.ones(7))]
+    for _ in range(20):
+        table, _ = write_segment(path, iter(tensors))
+        segment, found = Segment.verify(path, table)
+        with open(path, "r+b", buffering=0) as file:
+            file.write(b"x")
+        with pytest.raises(WeightsError, match="was written after"):
+            segment.check()
+        table, _ = write_segment(path, iter(tensors))
+        segment, found = Segment.verify(path, table)
+        segment.check()
+        assert torch.equal(found["a"], tensors[0][1])
+        write_segment(path, iter(tensors))
+        with pytest.raises(WeightsError, match="was written after"):
+            segment.check()
+    segment, _ = Segment.verify(path, write_segment(path, iter(tensors))[0])
+    os.unlink(path)
+    with pytest.raises(WeightsError, match="Cannot read"):
+        segment.check()
 
 
 def test_swapped_rows_pass_the_checksum_and_show_in_logprobs(models, segment):

@@ -4,20 +4,24 @@ The torch engine worker: the embedded slot engine behind the wire (protocol.py, 
     receive what waits -> one step -> send its tokens -> again; asleep when there is nothing to do
 
 Requests are answered between steps, in order, so a step's tokens are wholly before or after any answer. A
-pause that drains is answered when it has drained, while other requests go on being answered. `stop` lets what
-runs finish. Options: {model_path, device, dtype, max_requests, max_len, prefill_tokens, seed}; sampling is
-seeded per request, so `seed` has no effect here. Heavy imports come after `welcome`, so that heartbeats go
-out while they load. Started by launch.ts. The engine itself is slot_engine.py; it knows nothing of processes
-and sockets.
+pause that drains is answered when it has drained, while other requests go on being answered. Weights that
+are staged are verified by a thread of their own (checksums leave the interpreter lock alone); a load waits
+for it. `stop` lets what runs finish. Options: {model_path, device, dtype, max_requests, max_len,
+prefill_tokens, seed}; sampling is seeded per request, so `seed` has no effect here. Heavy imports come after
+`welcome`, so that heartbeats go out while they load. Started by launch.ts. The engine itself is
+slot_engine.py; it knows nothing of processes and sockets.
 """
 
 from __future__ import annotations
 
+import threading
 from typing import TYPE_CHECKING, Any
 
 from runtime import Request, Runtime, WorkerError, unsupported
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from slot_engine import Engine
 
 CAPABILITIES = {"max_requests": None, "transports": ["file"], "logprobs": True, "heads": 0, "routes": False}
@@ -49,6 +53,7 @@ class Loop:
         self.runtime = runtime
         self.engine = engine
         self.pauses: list[Request] = []  # not answered yet: the engine drains
+        self.staging = threading.Thread()  # the last one
 
     def run(self) -> None:
         self.runtime.stats = self.engine.stats
@@ -74,11 +79,24 @@ class Loop:
                 self.send(self.engine.pause(fields["epoch"], fields["mode"], fields["clear_cache"]))
                 self.answer_pauses()
                 return
+            if request.kind in ("stage_weights", "load_weights") and self.staging.is_alive():
+                self.staging.join()
+            if request.kind == "stage_weights":
+                verify = self.engine.stage_weights(request.fields)
+                self.staging = threading.Thread(target=self.stage, args=(request, verify), name="stage")
+                self.staging.start()
+                return
             event, fields, frames = answer(self.engine, request)
             self.send(event)
             self.runtime.reply(request, fields, frames)
         except Exception as exc:  # noqa: BLE001 at this edge every failure is an answer
             self.pauses = [p for p in self.pauses if p is not request]
+            self.runtime.reply_error(request, exc)
+
+    def stage(self, request: Request, verify: Callable[[], dict[str, Any]]) -> None:
+        try:
+            self.runtime.reply(request, verify())
+        except Exception as exc:  # noqa: BLE001 at this edge every failure is an answer
             self.runtime.reply_error(request, exc)
 
     def answer_pauses(self) -> None:

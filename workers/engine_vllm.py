@@ -16,7 +16,9 @@ Invariants
      sampled nothing when weights change starts over under the new salt.
   5. What EngineCore is told (add, abort, pause, load, resume) leaves in the order in which it was asked for.
   6. No process of vLLM outlives this one, and what a killed one leaves in /tmp and /dev/shm bears its name.
-  7. When EngineCore or a worker process of vLLM is gone, or weights failed half-way, this process exits 1.
+  7. Staged weights are verified here, in a thread, since EngineCore stands still in every call of a worker
+     process; those map the file themselves, and find it in the pause where it is not what was verified.
+  8. When EngineCore or a worker process of vLLM is gone, or weights failed half-way, this process exits 1.
 
 Options: {model_path, device, dtype, max_requests, max_len, prefill_tokens, seed, blob_dir?, vllm: {...}};
 `vllm` as in `engine_args`. Where there is a blob_dir, requests may want expert routes (vllm_routes.py). On a
@@ -55,6 +57,7 @@ from runtime import Request, Runtime, WorkerError, bad_request, fatal, unsupport
 from sampling import mixed_seed
 from text_stream import TextStream
 from vllm_routes import WANTED, RoutesError, RouteShape, rows_of_output, rows_of_take, write_blob
+from weights import Segment
 
 CAPABILITIES = {"max_requests": None, "transports": ["file"], "logprobs": True, "heads": 0, "routes": False}
 MODES = ("keep", "drain", "abort")
@@ -115,11 +118,13 @@ def prepare_environment(options: dict[str, Any]) -> str:
     os.environ.setdefault("DO_NOT_TRACK", "1")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
     os.environ["VLLM_WORKER_MULTIPROCESSING_METHOD"] = "spawn"  # in_child
-    os.environ.setdefault(
-        "VLLM_ALLOW_LONG_MAX_MODEL_LEN", "1"
-    )  # checked against the model by options, not here
+    # A length is checked against the model by options, not here.
+    os.environ.setdefault("VLLM_ALLOW_LONG_MAX_MODEL_LEN", "1")
     if options["device"] == "cpu":
         os.environ["VLLM_TARGET_DEVICE"] = "cpu"
+        os.environ["TORCHDYNAMO_DISABLE"] = (
+            "1"  # small sampling kernels would want a C++ compiler, and wait for it
+        )
         os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
         if vllm["tensor_parallel_size"] * vllm["pipeline_parallel_size"] == 1:
             # The worker inside EngineCore: two processes and not three, and half the start-up.
@@ -256,6 +261,8 @@ class Engine:
         self._route_shape: RouteShape | None = None
         self._unrouted: list[tuple[Live, dict[str, Any]]] = []  # endings that wait for their routes
         self._writing: set[asyncio.Task] = set()
+        self._staged: tuple[dict[str, Any], Segment] | None = None  # fields of stage_weights, what they named
+        self._staging = asyncio.Lock()
         self._ops: asyncio.Queue[Callable[[], Awaitable[None]]] = asyncio.Queue()
         self.stats: dict[str, float] = dict.fromkeys(STATS, 0.0)
 
@@ -599,16 +606,38 @@ class Engine:
             self.runtime.reply(request, *self._pause_answer)
         self._pauses = []
 
+    async def stage_weights(self, fields: dict[str, Any]) -> dict[str, Any]:
+        """The reply. Works at any time. Raises `fatal` on any mismatch."""
+        check_transport(fields["source"])
+        started = time.perf_counter()
+        async with self._staging:
+            try:
+                if self._staged is None or self._staged[0] != fields:
+                    self._staged = fields, await asyncio.to_thread(self._verify, fields)
+                self._staged[1].check()
+            except Exception as error:
+                raise fatal(f"Cannot stage version {fields['version']}: {error}") from error
+        return {"verify_ms": 1000 * (time.perf_counter() - started)}
+
+    def _verify(self, fields: dict[str, Any]) -> Segment:
+        from vllm_extension import check_names
+
+        segment, tensors = Segment.verify(fields["source"]["path"], fields["tensors"])
+        check_names(self.model_path, self.llm.model_config.hf_config, tensors)
+        return segment
+
     async def load_weights(self, fields: dict[str, Any]) -> dict[str, Any]:
         """The reply. Raises `fatal` on any mismatch: the engine is not to be used any more."""
         version, source = fields["version"], fields["source"]
         if not self.paused:
             raise bad_request(f"Cannot load version {version}: the engine is not paused", "version")
-        if source["transport"] != "file":
-            raise unsupported(f"Transport {source['transport']} is not known, want file", "source.transport")
+        check_transport(source)
         started = time.perf_counter()
         try:
-            args = (source["path"], fields["tensors"], fields["last"])
+            async with self._staging:
+                staged, self._staged = self._staged, None
+            stamp = staged[1].stamp if staged and fields == staged[0] | {"last": True} else None
+            args = (source["path"], fields["tensors"], fields["last"], stamp)
             verify_ms = max(await self.llm.collective_rpc("molt_stage", args=args))
             if fields["last"]:
                 await self._apply(version)
@@ -690,6 +719,11 @@ class Engine:
             future.set_exception(fatal("vLLM ended a score without logprobs"))
 
 
+def check_transport(source: dict[str, Any]) -> None:
+    if source["transport"] != "file":
+        raise unsupported(f"Transport {source['transport']} is not known, want file", "source.transport")
+
+
 def cause(error: Exception) -> str:
     """vLLM wraps what failed in a worker into a bare Exception with the text."""
     text = str(error)
@@ -717,6 +751,7 @@ class Server:
     def __init__(self, runtime: Runtime, engine: Engine):
         self.runtime, self.engine = runtime, engine
         self.arrived = asyncio.Event()
+        self.stagings: set[asyncio.Task] = set()
 
     async def run(self) -> None:
         """Until `stop` came and nothing is left, or until vLLM fails."""
@@ -761,6 +796,10 @@ class Server:
                     self.runtime.reply(request)
                 case "pause":
                     engine.pause(request)
+                case "stage_weights":
+                    task = asyncio.create_task(self.answer(request, self.stage(fields)))
+                    self.stagings.add(task)
+                    task.add_done_callback(self.stagings.discard)
                 case "load_weights":
                     engine._do(lambda: self.answer(request, self.load(fields)))
                 case "resume":
@@ -778,6 +817,9 @@ class Server:
             self.runtime.reply(request, *await work)
         except Exception as exc:  # noqa: BLE001 at this edge every failure is an answer
             self.runtime.reply_error(request, exc)
+
+    async def stage(self, fields: dict[str, Any]) -> tuple[dict, dict | None]:
+        return await self.engine.stage_weights(fields), None
 
     async def load(self, fields: dict[str, Any]) -> tuple[dict, dict | None]:
         return await self.engine.load_weights(fields), None

@@ -205,6 +205,7 @@ def wrap(model, mesh_manager, *, param_dtype: torch.dtype):
     fully_shard(model, mesh=mesh, mp_policy=whole)
     model._is_fsdp_managed_module = True  # transformers reads it
     model._mesh_manager = mesh_manager
+    model._is_whole = mesh.size() == 1 and param_dtype == torch.float32  # weights.py reads it
     return model
 
 

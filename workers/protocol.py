@@ -31,6 +31,7 @@ T trainer rank, K tokenizer, R runner.
   tokens          E -> C      none                       at most one per engine step, one policy version each
   abort           C -> E      {}                         ends handles with reason abort
   pause           C -> E      totals per live handle     its reply is the last message of the old version
+  stage_weights   C -> E      {verify_ms}                at any time: a head start on load_weights
   load_weights    C -> E      {loaded, ...}              only while paused; all or nothing
   resume          C -> E      {}                         go on under the loaded version
   score           C -> E      logprobs                   temperature-1 logprobs of given ids
@@ -82,6 +83,7 @@ SAMPLING = {
 }
 SPAN = {"version": "int", "from": "int", "to": "int"}  # offsets into the turn's sampled ids
 BLOB = {"sha256": "str", "dtype": "str", "shape": ["int"]}  # file of that name among the run's blobs
+SOURCE = {"transport": "str", "path": "str"}
 TENSORS = [{"name": "str", "dtype": "str", "shape": ["int"], "offset": "int", "bytes": "int", "crc32": "int"}]
 ITEM_IDS = {  # errors[i] null = fine
     "fields": {"errors": ["str?"]},
@@ -183,15 +185,18 @@ MESSAGES: dict[str, dict[str, Any]] = {
         # totals: tokens sampled so far
         "reply": {"fields": {"version": "int"}, "frames": {"handles": "i32", "totals": "i32"}},
     },
+    "stage_weights": {
+        "from": "C",
+        "to": "E",
+        # the load_weights of all this then only swaps
+        "fields": {"version": "int", "source": SOURCE, "tensors": TENSORS},
+        "frames": {},
+        "reply": {"fields": {"verify_ms": "float"}, "frames": {}},
+    },
     "load_weights": {
         "from": "C",
         "to": "E",
-        "fields": {
-            "version": "int",
-            "source": {"transport": "str", "path": "str"},
-            "tensors": TENSORS,
-            "last": "bool",
-        },
+        "fields": {"version": "int", "source": SOURCE, "tensors": TENSORS, "last": "bool"},
         "frames": {},
         "reply": {"fields": {"loaded": "int", "verify_ms": "float", "load_ms": "float"}, "frames": {}},
     },

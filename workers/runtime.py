@@ -103,7 +103,10 @@ class Request:
 
 
 class Runtime:
-    """Made by `connect`. Methods are for the work thread, except `send`, which any thread may call."""
+    """
+    Made by `connect`. Methods are for the work thread, except `send`, `reply` and `reply_error`: any thread
+    may call these, and one alone answers a request.
+    """
 
     def __init__(
         self, endpoint: str, worker_id: str, secret: str, worker_kind: str, capabilities: dict[str, Any]

@@ -8,7 +8,8 @@
  * Invariants
  *   1. A step is synchronous and weights change only between steps: an event never spans two versions.
  *   2. A pause is answered after the last event of the old version, and none follows it.
- *   3. Weights are staged until the last tensor is there and verified; an error before that is fatal.
+ *   3. Weights are held until the last tensor is there and verified; an error before that is fatal. What was staged is
+ *      this engine's own copy: what happens to the file afterwards changes nothing.
  *   4. A scripted reply decides the tokens; their logprobs stay those of the model.
  *   5. With `cache_tokens` requests keep their place in the order they came. Those at the end that no longer fit are
  *      preempted; coming back costs `latency_ms.recompute`, as a real engine computes their keys and values again.
@@ -16,9 +17,10 @@
  */
 import { readFileSync } from 'node:fs';
 import { setTimeout as sleep } from 'node:timers/promises';
+import { isDeepStrictEqual } from 'node:util';
 import { crc32 } from 'node:zlib';
 import type { Answer } from '../molt/bus.ts';
-import type { Fields } from '../molt/protocol.ts';
+import type { Fields, RequestKind } from '../molt/protocol.ts';
 import { RemoteError } from '../molt/protocol.ts';
 import {
   argmax,
@@ -49,6 +51,8 @@ import {
 const RETRY_AFTER_MS = 20;
 const MODES = ['keep', 'drain', 'abort'];
 
+type Source = Fields<'load_weights'>['source'];
+type Tensors = ReadonlyMap<string, Float32Array>;
 type Ending = 'stop' | 'length' | 'abort' | 'error';
 interface Live {
   readonly handle: number;
@@ -140,7 +144,8 @@ export class SimulatedEngine {
   #draining: ((drained: boolean) => void) | null = null;
   #onIdle: () => void = () => {};
   #pause: { epoch: number; answer: Promise<Answer<'pause'>> } | null = null;
-  #staged = new Map<string, Float32Array>();
+  #staged: { readonly fields: Fields<'stage_weights'>; readonly tensors: Tensors } | null = null; // ahead of its load
+  #parts: Tensors = new Map(); // loaded, the last one has not come
   #nextHandle = 1;
   #ticking = false;
   #stats: {
@@ -176,6 +181,7 @@ export class SimulatedEngine {
     w.serve('generate', (fields, { prompt }) => this.#generate(fields, prompt), true);
     w.serve('abort', ({ handles }) => this.#abort(handles), true);
     w.serve('pause', (fields, _, signal) => this.#onPause(fields, signal), true);
+    w.serve('stage_weights', (fields) => this.#stage(fields), true);
     w.serve('load_weights', (fields) => this.#load(fields), true);
     w.serve('resume', ({ epoch }) => this.#resume(epoch), true);
     w.serve(
@@ -485,8 +491,8 @@ export class SimulatedEngine {
       );
     }
     if (this.#draining) throw badRequest('epoch', `Cannot resume epoch ${epoch}: its pause still drains`);
-    if (this.#staged.size > 0)
-      throw new RemoteError('fatal', `Cannot resume: ${this.#staged.size} tensors were sent, the last one was not`);
+    if (this.#parts.size > 0)
+      throw new RemoteError('fatal', `Cannot resume: ${this.#parts.size} tensors were sent, the last one was not`);
     if (this.#paused) this.#goOn();
     return NOTHING;
   }
@@ -497,26 +503,54 @@ export class SimulatedEngine {
     this.#wake();
   }
 
-  #load({ version, source, tensors, last }: Fields<'load_weights'>): Answer<'load_weights'> {
-    if (!this.#paused) throw badRequest('version', `Cannot load version ${version}: the engine is not paused`);
-    if (source.transport !== 'file')
-      throw unsupported('source.transport', `Transport ${source.transport} is not known, want file`);
+  #stage(fields: Fields<'stage_weights'>): Answer<'stage_weights'> {
+    const { version, source, tensors } = fields;
     const started = performance.now();
     try {
-      const file = readFileSync(source.path);
-      for (const entry of tensors) this.#stage(entry, file);
+      if (!isDeepStrictEqual(this.#staged?.fields, fields))
+        this.#staged = { fields, tensors: this.#verified(source, tensors, 'stage_weights') };
+      checkWhole(this.#staged?.tensors ?? new Map());
+    } catch (error) {
+      throw unlessTyped(error, `Cannot stage version ${version}`);
+    }
+    return { fields: { verify_ms: performance.now() - started }, frames: {} };
+  }
+
+  #load({ last, ...fields }: Fields<'load_weights'>): Answer<'load_weights'> {
+    const { version, source, tensors } = fields;
+    if (!this.#paused) throw badRequest('version', `Cannot load version ${version}: the engine is not paused`);
+    const started = performance.now();
+    try {
+      const isStaged = last && isDeepStrictEqual(this.#staged?.fields, fields);
+      const received = (isStaged && this.#staged?.tensors) || this.#verified(source, tensors, 'load_weights');
+      this.#staged = null;
+      const twice = [...received.keys()].find((name) => this.#parts.has(name));
+      if (twice) throw new Error(`Tensor ${twice} was sent twice`);
       const verified = performance.now();
+      this.#parts = new Map([...this.#parts, ...received]);
       if (last) this.#swap(version);
       return {
         fields: { loaded: tensors.length, verify_ms: verified - started, load_ms: performance.now() - verified },
         frames: {},
       };
     } catch (error) {
-      throw new RemoteError('fatal', `Cannot load version ${version}: ${(error as Error).message}`);
+      throw unlessTyped(error, `Cannot load version ${version}`);
     }
   }
 
-  #stage(entry: Fields<'load_weights'>['tensors'][number], file: Buffer): void {
+  /** A copy of these tensors of the file; their checksums hold. */
+  #verified({ transport, path }: Source, table: Fields<'load_weights'>['tensors'], on: RequestKind): Tensors {
+    if (transport !== 'file') throw unsupported('source.transport', `Transport ${transport} is not known, want file`);
+    const file = readFileSync(path);
+    const tensors = new Map<string, Float32Array>();
+    for (const entry of table) {
+      if (tensors.has(entry.name)) throw new Error(`Tensor ${entry.name} was sent twice`);
+      tensors.set(entry.name, this.#read(entry, file, on));
+    }
+    return tensors;
+  }
+
+  #read(entry: Fields<'load_weights'>['tensors'][number], file: Buffer, on: RequestKind): Float32Array {
     const { name, offset, bytes } = entry;
     const spec = TENSORS.find((t) => t.name === name);
     if (!spec) throw new Error(`Tensor ${name} was sent but the model has none of that name`);
@@ -525,28 +559,34 @@ export class SimulatedEngine {
         `Tensor ${name} was sent as ${entry.dtype} ${JSON.stringify(entry.shape)}, want f32 ${JSON.stringify(spec.shape)}`,
       );
     }
-    if (this.#staged.has(name)) throw new Error(`Tensor ${name} was sent twice`);
     if (offset + bytes > file.length)
       throw new Error(`Tensor ${name} ends at ${offset + bytes}, the file at ${file.length}`);
-    const received = this.#worker.damage('corrupt', 'load_weights', name, file.subarray(offset, offset + bytes));
+    const received = this.#worker.damage('corrupt', on, name, file.subarray(offset, offset + bytes));
     const sum = crc32(received);
     if (sum !== entry.crc32)
       throw new Error(`Checksum of ${name} is ${sum.toString(16)}, the trainer sent ${entry.crc32.toString(16)}`);
-    const placed = this.#worker.damage('swap_layout', 'load_weights', name, received);
-    this.#staged.set(name, new Float32Array(Uint8Array.from(placed).buffer));
+    const placed = this.#worker.damage('swap_layout', on, name, received);
+    return new Float32Array(Uint8Array.from(placed).buffer);
   }
 
   /** All or nothing: the old weights serve until every tensor of the model is there. */
   #swap(version: number): void {
+    checkWhole(this.#parts);
     const weights = new Float32Array(NUM_PARAMETERS);
-    for (const { name, from } of TENSORS) {
-      const tensor = this.#staged.get(name);
-      if (!tensor) throw new Error(`Tensor ${name} of the model was not sent`);
-      weights.set(tensor, from);
-    }
+    for (const { name, from } of TENSORS) weights.set(this.#parts.get(name) ?? [], from);
     this.#weights = weights;
     this.#distributions = distributionsOf(weights);
     this.#version = version;
-    this.#staged = new Map();
+    this.#parts = new Map();
   }
+}
+
+function checkWhole(tensors: Tensors): void {
+  const missing = TENSORS.find(({ name }) => !tensors.has(name));
+  if (missing) throw new Error(`Tensor ${missing.name} of the model was not sent`);
+}
+
+/** Weights that do not fit end the engine; a request that was wrong from the start does not. */
+function unlessTyped(error: unknown, what: string): RemoteError {
+  return error instanceof RemoteError ? error : new RemoteError('fatal', `${what}: ${(error as Error).message}`);
 }

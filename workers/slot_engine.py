@@ -16,7 +16,8 @@ Invariants
      when weights change; requests that go on with old keys (`keep`) are marked stale and are nobody's source.
   3. The last prompt token always runs: its logits are needed.
   4. What is sampled depends on the request, never on the batch (sampling.py).
-  5. Loading is all or nothing: a mismatch is fatal before the first byte is copied.
+  5. Loading is all or nothing: a mismatch is fatal before the first byte is copied. What was staged is looked
+     at once more after the last: a file written meanwhile is fatal, too.
 
 Prefix reuse compares ids, over all slots: in place where nothing another conversation needs is lost, else by
 copying. A session id only breaks ties. A request whose prefix another one is just computing waits for it: a
@@ -27,6 +28,7 @@ Single-threaded, no socket, no waiting: engine_torch.py drives it. Elsewhere cal
 """
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -41,7 +43,7 @@ from runtime import WorkerError, bad_request, fatal, unsupported
 from sampling import sample, uniforms
 from slot_attention import ATTENTION, Chunk, Plan, SlotCache, on_device, plan_step
 from text_stream import TextStream
-from weights import WeightsError, hub_layout, load_into, verify_segment
+from weights import Segment, WeightsError, check_fit, hub_layout, load_into, verify_segment
 
 MIN_WAIT = 16  # tokens of prefill saved, by all that wait, that are worth one step of waiting
 RETRY_AFTER_MS = 50
@@ -72,6 +74,15 @@ class Outbox:
 
     ended: list[dict[str, Any]] = field(default_factory=list)
     texts: dict[int, str] = field(default_factory=dict)  # handle -> text
+
+
+@dataclass
+class Staged:
+    """Weights that were verified while the engine sampled."""
+
+    fields: dict[str, Any]  # of stage_weights
+    segment: Segment
+    tensors: dict[str, torch.Tensor]
 
 
 # ---- The model ----
@@ -133,7 +144,8 @@ class Engine:
         self._before = EVERY  # only handles below run: a draining pause
         self._clear = False  # of the draining pause
         self._pause_answer: Event | None = None
-        self._staged: dict[str, torch.Tensor] = {}
+        self._staged: Staged | None = None  # verified ahead of its load
+        self._parts: dict[str, torch.Tensor] = {}  # loaded, the last one has not come
         self._next_handle = 1
         self._clock = 0
         self._unsound = False  # these weights gave something that is not finite, so other keys may be too
@@ -577,29 +589,49 @@ class Engine:
         self.known[slots & (self.handle == 0)] = 0
         self.fresh[slots & (self.handle > 0)] = True
 
+    def stage_weights(self, fields: dict[str, Any]) -> Callable[[], dict[str, Any]]:
+        """What makes the reply, in a thread of its own while steps go on. Any mismatch is fatal."""
+        check_transport(fields["source"])
+
+        def verify() -> dict[str, Any]:
+            started = time.perf_counter()
+            staged = self._staged
+            try:
+                if staged is None or staged.fields != fields:
+                    staged = Staged(fields, *Segment.verify(fields["source"]["path"], fields["tensors"]))
+                    check_fit(self.model, staged.tensors)
+                staged.segment.check()
+            except Exception as error:
+                raise fatal(f"Cannot stage version {fields['version']}: {error}") from error
+            self._staged = staged
+            return {"verify_ms": 1000 * (time.perf_counter() - started)}
+
+        return verify
+
     @torch.inference_mode()
     def load_weights(self, fields: dict[str, Any]) -> dict[str, Any]:
         """The reply. Any mismatch is fatal, and then the model is as it was."""
-        version, source = fields["version"], fields["source"]
+        version = fields["version"]
         if not self.paused:
             raise bad_request(f"Cannot load version {version}: the engine is not paused", "version")
-        if source["transport"] != "file":
-            raise unsupported(f"Transport {source['transport']} is not known, want file", "source.transport")
+        check_transport(fields["source"])
         started = time.perf_counter()
         try:
-            tensors = verify_segment(source["path"], fields["tensors"])
-            twice = sorted(tensors.keys() & self._staged.keys())
+            segment, tensors = self._verified(fields)
+            twice = sorted(tensors.keys() & self._parts.keys())
             if twice:
                 raise WeightsError(f"Tensor {twice[0]} was sent twice")
             verified = time.perf_counter()
             loaded = len(tensors)
             if fields["last"]:
-                load_into(self.model, self._staged | tensors)
-                self._staged = {}
+                load_into(self.model, self._parts | tensors)
+                if segment is not None:
+                    segment.check()
+                self._parts = {}
                 self._changed(version)
             else:
                 # The file may be written again before the last part comes.
-                self._staged |= {name: tensor.clone() for name, tensor in tensors.items()}
+                self._parts |= {name: tensor.clone() for name, tensor in tensors.items()}
         except Exception as error:
             raise fatal(f"Cannot load version {version}: {error}") from error
         ended = time.perf_counter()
@@ -608,6 +640,14 @@ class Engine:
             "verify_ms": 1000 * (verified - started),
             "load_ms": 1000 * (ended - verified),
         }
+
+    def _verified(self, fields: dict[str, Any]) -> tuple[Segment | None, dict[str, torch.Tensor]]:
+        """What was staged, where it is all that is loaded; else the tensors are verified now."""
+        staged, self._staged = self._staged, None
+        if staged is None or fields != staged.fields | {"last": True}:
+            return None, verify_segment(fields["source"]["path"], fields["tensors"])
+        staged.segment.check()
+        return staged.segment, staged.tensors
 
     def _changed(self, version: int) -> None:
         self.version = version
@@ -625,8 +665,8 @@ class Engine:
             )
         if self._pause_answer is None:
             raise bad_request(f"Cannot resume epoch {epoch}: its pause still drains", "epoch")
-        if self._staged:
-            raise fatal(f"Cannot resume: {len(self._staged)} tensors were sent, the last one was not")
+        if self._parts:
+            raise fatal(f"Cannot resume: {len(self._parts)} tensors were sent, the last one was not")
         self.paused = False
         self._publish()
 
@@ -655,6 +695,11 @@ class Engine:
             target = on_device(ids[part], self.device)[:, None]
             out[part] = logits.log_softmax(-1).gather(1, target)[:, 0].cpu().numpy()
         return out
+
+
+def check_transport(source: dict[str, Any]) -> None:
+    if source["transport"] != "file":
+        raise unsupported(f"Transport {source['transport']} is not known, want file", "source.transport")
 
 
 def score_lines(lengths: np.ndarray, budget: int):

@@ -8,8 +8,9 @@ Named by `worker_extension_cls` and `scheduler_cls`, so vLLM imports this module
 needs no packaging and changes no vLLM file.
 
 Invariants
-  1. Bytes are verified and names compared with the checkpoint before the model is touched; from then on an
-     error leaves layers half restored, and the front end ends the engine.
+  1. Bytes are verified and names compared with the checkpoint before the model is touched, here or ahead by
+     the front end; from then on an error leaves layers half restored, and the front end ends the engine. A
+     file that was verified ahead is looked at once more after its last byte was read.
   2. One layerwise reload per refit, however many parts the weights came in.
   3. Every parameter of the model is written by every refit, or the refit fails and names those that were not.
   4. While paused nothing is scheduled but scores, and they leave kept requests and their keys as they were.
@@ -41,7 +42,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 
 from sampling import mixed_seed
 from vllm_routes import RouteStore
-from weights import WeightsError, verify_segment
+from weights import Segment, WeightsError, verify_segment
 
 BACKEND = "molt"
 SCORE = "score-"  # ids of requests that run while the engine is paused
@@ -126,6 +127,7 @@ class MoltTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
         self.staged: dict[str, torch.Tensor] = {}
+        self.segment: Segment | None = None  # whose bytes the front end verified
         self.uncovered: dict[str, torch.nn.Parameter] = {}
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
@@ -145,6 +147,8 @@ class MoltTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
     def finish_weight_update(self) -> None:
         finalize_layerwise_reload(self.model, self.model_config)
         self.staged = {}  # lets go of the mapped file
+        if self.segment is not None:
+            self.segment.check()
         if self.uncovered:
             raise WeightsError(f"No tensor reached {', '.join(sorted(self.uncovered))}")
         if not UNMENDED:
@@ -244,19 +248,23 @@ class WorkerExtension:
     def molt_routes_drop(self: Any, requests: list[str]) -> None:
         self.molt_routes.drop(requests)
 
-    def molt_stage(self: Any, path: str, table: list[dict], last: bool) -> float:
+    def molt_stage(self: Any, path: str, table: list[dict], last: bool, stamp: list[int] | None) -> float:
         """
-        Verify the bytes of a segment and keep its tensors for the update. Its file may be written again
-        before the last part comes, so earlier parts are copied. Returns milliseconds. Raises WeightsError.
+        Verify the bytes of a segment and keep its tensors for the update. With the stamp of a file that the
+        front end verified: see that it is this one. The file may be written again before the last part comes,
+        so earlier parts are copied. Returns milliseconds. Raises WeightsError.
         """
         started = time.perf_counter()
         transfer: MoltTransfer = self.weight_transfer_engine
-        tensors = verify_segment(path, table)
+        transfer.segment = Segment(path, table, tuple(stamp)) if stamp else None
+        if transfer.segment is not None:
+            transfer.segment.check()
+        tensors = verify_segment(path, table, check_sums=transfer.segment is None)
         twice = sorted(tensors.keys() & transfer.staged.keys())
         if twice:
             raise WeightsError(f"Tensor {twice[0]} was sent twice")
         transfer.staged |= tensors if last else {name: tensor.clone() for name, tensor in tensors.items()}
-        if last:
+        if last and transfer.segment is None:
             check_names(self.model_config.model, self.model_config.hf_config, transfer.staged)
         return 1000 * (time.perf_counter() - started)
 

@@ -15,10 +15,12 @@ Invariants
   3. A tensor travels in the type the trainer computes with. The reader's own type decides what it becomes.
   4. Checksums prove bytes, not meaning: rows swapped before the checksum was taken pass here. `score`
      catches those.
+  5. What was verified ahead (`Segment`) is loaded only while its file is the one that was verified. Nothing
+     is copied to be sure of it: whoever writes moves the file's times, and `check` looks at them.
 
 Segment file (`push_weights`, transport `file`): raw little-endian bytes back to back, each tensor at a
 multiple of 64; the file is reused when its size is unchanged. Its table is the `tensors` field of the
-message.
+message. It is written through a mapping: half the time of writing it, and the checksum is of what lies there.
 Callers: trainer.py and checkpoint.py write; slot_engine.py reads. Elsewhere called weight sync.
 """
 
@@ -27,7 +29,7 @@ import itertools
 import mmap
 import os
 import re
-import zlib
+import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
@@ -36,7 +38,13 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from transformers.core_model_loading import revert_weight_conversion
 
+try:
+    from isal.isal_zlib import crc32  # the same sum at the speed of memory, five times that of zlib
+except ImportError:
+    from zlib import crc32
+
 ALIGN_BYTES = 64
+TICK_S = 0.01  # two writes closer than this may bear one time
 DTYPES = {
     "u8": torch.uint8,
     "i16": torch.int16,
@@ -145,19 +153,25 @@ def hub_tensors(model) -> Iterator[tuple[str, torch.Tensor]]:
             for name in names:
                 tensor = live[name]
                 # Under tensor or expert parallelism an unsharded weight is still cut along that axis.
-                whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+                if isinstance(tensor, DTensor):
+                    whole = tensor.to_local() if tensor.device_mesh.size() == 1 else tensor.full_tensor()
+                else:
+                    whole = tensor
                 for piece in layout[name]:
                     yield piece.name, piece.of(whole)
 
 
 @contextlib.contextmanager
 def gathered(model, prefix: str) -> Iterator[dict[str, torch.Tensor]]:
-    """Live tensors under `prefix` (of the root: those in no layer), gathered in the type they compute in."""
+    """Live tensors under `prefix` (of the root: those in no layer), whole and in the type they compute in."""
     part = model.get_submodule(prefix[:-1]) if prefix else model
     cut = [
         module
         for name, module in part.named_modules()
-        if isinstance(module, FSDPModule) and (prefix or not layer_prefix(f"{name}."))
+        if isinstance(module, FSDPModule)
+        and (prefix or not layer_prefix(f"{name}."))
+        # The shard of a single rank is all there is; a gather would copy it twice.
+        and not model._is_whole
     ]
     for module in cut:
         module.unshard()
@@ -181,33 +195,79 @@ def write_segment(
             pass
         return [], 0
     table: list[dict] = []
-    offset = 0
+    end = 0
     # Pages of an existing file are written over: no page faults, and no truncation under a reader's mapping.
     with open(os.open(path, os.O_RDWR | os.O_CREAT, 0o600), "r+b") as file:
+        os.utime(file.fileno())  # a store through a mapping moves the times late or never
+        target = Target(file.fileno())
         for name, tensor in tensors:
-            data = bytes_of(tensor)
-            file.seek(offset)
-            file.write(data)
+            data = target.take(end, tensor.nbytes)
+            copied = torch.frombuffer(data, dtype=tensor.dtype).view(tensor.shape).copy_(tensor.detach())
             entry = {"name": name, "dtype": DTYPE_NAMES[tensor.dtype], "shape": list(tensor.shape)}
-            table.append(entry | {"offset": offset, "bytes": len(data), "crc32": zlib.crc32(data)})
-            offset += -(-len(data) // ALIGN_BYTES) * ALIGN_BYTES
-        if os.fstat(file.fileno()).st_size != offset:
-            file.truncate(offset)
-    return table, offset
+            table.append(entry | {"offset": end, "bytes": tensor.nbytes, "crc32": crc32(data)})
+            end += -(-tensor.nbytes // ALIGN_BYTES) * ALIGN_BYTES
+            del copied, data  # the mapping may move
+        if os.fstat(file.fileno()).st_size != end:
+            file.truncate(end)
+    return table, end
 
 
-def bytes_of(tensor: torch.Tensor) -> memoryview:
-    # Always a copy: numpy would pin memory that FSDP frees by resizing it.
-    own = tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
-    return own.reshape(-1).view(torch.uint8).numpy().data
+class Target:
+    """A file mapped for writing, as large as what is taken of it."""
+
+    def __init__(self, file: int):
+        self.file = file
+        self.size = os.fstat(file).st_size
+        self.mapped = mmap.mmap(file, self.size) if self.size else None
+
+    def take(self, offset: int, count: int) -> memoryview:
+        if offset + count > self.size or self.mapped is None:
+            self.mapped = None
+            self.size = max(offset + count, 2 * self.size)
+            # Room is taken now: a disk that is full would kill the process at a store.
+            os.posix_fallocate(self.file, 0, self.size)
+            self.mapped = mmap.mmap(self.file, self.size)
+        return memoryview(self.mapped)[offset : offset + count]
 
 
 # ---- Reading ----
 
 
-def verify_segment(path: str, table: list[dict]) -> dict[str, torch.Tensor]:
+@dataclass(frozen=True)
+class Segment:
+    """A file whose checksums held. Any process that maps it may rely on that while `check` passes."""
+
+    path: str
+    table: list[dict]
+    stamp: tuple[int, ...]
+
+    @classmethod
+    def verify(cls, path: str, table: list[dict]) -> tuple["Segment", dict[str, torch.Tensor]]:
+        """With its tensors, as those of verify_segment. Raises WeightsError."""
+        time.sleep(max(0.0, min(TICK_S, os.stat(path).st_ctime + TICK_S - time.time())))
+        segment = cls(path, table, stamp_of(path))
+        tensors = verify_segment(path, table)
+        segment.check()
+        return segment, tensors
+
+    def check(self) -> None:
+        if stamp_of(self.path) != self.stamp:
+            raise WeightsError(f"{self.path} was written after its checksums were verified")
+
+
+def stamp_of(path: str) -> tuple[int, ...]:
+    """Changes with every write, once the file is older than a tick of its clock (Segment.verify)."""
+    try:
+        found = os.stat(path)
+    except OSError as error:
+        raise WeightsError(f"Cannot read {path}: {error}") from error
+    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
+
+
+def verify_segment(path: str, table: list[dict], check_sums: bool = True) -> dict[str, torch.Tensor]:
     """
-    Tensors of the file by hub name, mapped and not copied; all checksums hold. Raises WeightsError.
+    Tensors of the file by hub name, mapped and not copied; all checksums hold, or did (`check_sums` false).
+    Raises WeightsError.
 
     The tensors keep the mapping alive: drop them before the trainer may write the file again.
     """
@@ -225,12 +285,14 @@ def verify_segment(path: str, table: list[dict]) -> dict[str, torch.Tensor]:
     for entry in table:
         name = entry["name"]
         dtype = check_entry(entry, size, tensors)
-        crc32 = zlib.crc32(content[entry["offset"] : entry["offset"] + entry["bytes"]])
-        if crc32 != entry["crc32"]:
-            raise WeightsError(f"Checksum of {name} is {crc32:08x}, the trainer sent {entry['crc32']:08x}")
-        count = entry["bytes"] // dtype.itemsize
-        flat = torch.frombuffer(mapped, dtype=dtype, count=count, offset=entry["offset"])
-        tensors[name] = flat.view(entry["shape"])
+        data = content[entry["offset"] : entry["offset"] + entry["bytes"]]
+        if check_sums:
+            found = crc32(data)
+            if found != entry["crc32"]:
+                raise WeightsError(
+                    f"Checksum of {name} is {found:08x}, the trainer sent {entry['crc32']:08x}"
+                )
+        tensors[name] = torch.frombuffer(data, dtype=dtype).view(entry["shape"])
     return tensors
 
 
@@ -255,6 +317,15 @@ def load_into(model, tensors: dict[str, torch.Tensor]) -> int:
     Copies hub tensors in place into a model that is not sharded; returns how many. All or nothing: raises
     WeightsError before the first copy unless names and shapes cover the whole model, each once.
     """
+    windows = check_fit(model, tensors)
+    for name, window in windows.items():
+        window.copy_(tensors[name])
+    return len(windows)
+
+
+@torch.no_grad()
+def check_fit(model, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The windows that the tensors belong into, by hub name. Raises WeightsError."""
     live = model.state_dict()  # detached, same storage
     for name, tensor in live.items():
         if not tensor.is_contiguous():
@@ -271,6 +342,4 @@ def load_into(model, tensors: dict[str, torch.Tensor]) -> int:
     for name in tensors:
         if name not in windows:
             raise WeightsError(f"Tensor {name} was sent but the model has none of that name")
-    for name, window in windows.items():
-        window.copy_(tensors[name])
-    return len(windows)
+    return windows
