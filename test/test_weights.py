@@ -269,10 +269,11 @@ def test_a_file_that_is_written_after_it_was_verified_is_told_from_one_that_is_n
 def test_swapped_rows_pass_the_checksum_and_show_in_logprobs(models, segment):
     """Why an engine's `score` is compared as well (SkyRL #1737)."""
     path, table = segment
-    gate, up = (f"model.layers.1.mlp.experts.0.{name}_proj.weight" for name in ("gate", "up"))
-    data = {name: content(path, table, name) for name in (gate, up)}
-    for name, other in ((gate, up), (up, gate)):
-        table = rewritten(path, table, name, data[other])
+    for expert in range(8):  # all, since a short text may not reach one of them
+        gate, up = (f"model.layers.1.mlp.experts.{expert}.{name}_proj.weight" for name in ("gate", "up"))
+        data = {name: content(path, table, name) for name in (gate, up)}
+        for name, other in ((gate, up), (up, gate)):
+            table = rewritten(path, table, name, data[other])
     engine, right = plain("moe"), AutoModelForCausalLM.from_pretrained(models["moe"])
     load_into(engine, verify_segment(path, table))
     ids = torch.arange(40)[None]
