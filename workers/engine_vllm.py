@@ -95,15 +95,17 @@ def prepare_environment(options: dict[str, Any]) -> str:
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     os.environ.setdefault("DO_NOT_TRACK", "1")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
-    os.environ.setdefault(
-        "VLLM_ALLOW_LONG_MAX_MODEL_LEN", "1"
-    )  # checked against the model by options, not here
+    # A length is checked against the model by options, not here.
+    os.environ.setdefault("VLLM_ALLOW_LONG_MAX_MODEL_LEN", "1")
     if options["device"] == "cpu":
         os.environ["VLLM_TARGET_DEVICE"] = "cpu"
         os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
         if vllm["tensor_parallel_size"] * vllm["pipeline_parallel_size"] == 1:
             # The worker inside EngineCore: two processes and not three, and half the start-up.
             os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    # Compiled kernels outlive this process: in its own directory each first request would compile them.
+    kernels = os.path.join(tempfile.gettempdir(), f"molt-inductor-{os.getuid()}")
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", kernels)
     sweep()
     own = tempfile.mkdtemp(prefix=f"{PREFIX}{os.getpid()}-")
     os.environ["TMPDIR"] = os.environ["VLLM_RPC_BASE_PATH"] = own
