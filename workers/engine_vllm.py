@@ -129,6 +129,10 @@ def prepare_environment(options: dict[str, Any]) -> str:
         if vllm["tensor_parallel_size"] * vllm["pipeline_parallel_size"] == 1:
             # The worker inside EngineCore: two processes and not three, and half the start-up.
             os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    else:
+        # Compiled kernels outlive this process: in its own directory each start would compile them.
+        kernels = os.path.join(tempfile.gettempdir(), f"molt-inductor-{os.getuid()}")
+        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", kernels)
     sweep()
     name = os.environ["MOLT_TMP"] = f"{PREFIX}{os.getpid()}-"
     own = tempfile.mkdtemp(prefix=name)
