@@ -117,6 +117,7 @@ const PARTIAL = [{ option: 'train.partial_rollout_enable', is: [true] }] as cons
 const DECAYING = [{ option: 'actor.lr_scheduler', is: ['linear', 'cosine'] }] as const;
 const EVALUATED = [{ option: 'eval.dataset', not: ['', 'none'] }] as const;
 const ENGINE_TORCH = [{ option: 'engine.kind', is: ['torch'] }] as const;
+const ENGINE_REAL = [{ option: 'engine.kind', not: ['simulated'] }] as const;
 const TRAINER_TORCH = [{ option: 'trainer.kind', is: ['torch'] }] as const;
 const FILES = [
   { option: 'data.prompt_dataset', ends: ['.jsonl', '.json'] },
@@ -432,6 +433,12 @@ export const OPTIONS = {
     'clear',
     'keys of requests that cross a refit: computed again by the new weights, or kept as the old ones made them',
     { effect: PARTIAL },
+  ),
+  'refit.transport': choice(
+    ['auto', 'file', 'nccl', 'ipc'],
+    'auto',
+    'how weights reach engines that sample: a file, a broadcast (over gloo on CPUs), the memory of a shared GPU; auto = ipc or nccl where trainer and engines are on one GPU or on different ones, else file',
+    { effect: ENGINE_REAL },
   ),
   'refit.deadline_s': float(600, 'seconds an engine may take to pause, load and resume before it is killed', {
     above: 0,

@@ -44,7 +44,8 @@ from runtime import Request, Runtime, WorkerError, bad_request, fatal, unsupport
 from sampling import mixed_seed
 from text_stream import TextStream
 
-CAPABILITIES = {"max_requests": None, "transports": ["file"], "logprobs": True, "heads": 0, "routes": False}
+TRANSPORTS = ["file", "nccl", "ipc"]
+CAPABILITIES = {"max_requests": None, "transports": TRANSPORTS, "logprobs": True, "heads": 0, "routes": False}
 MODES = ("keep", "drain", "abort")
 STATS = ("running", "waiting", "tokens", "steps", "prefill_tokens", "cached_tokens", "late_aborts")
 STATS += ("preemptions", "cache_use")
@@ -224,7 +225,8 @@ class Engine:
 
     async def start(self) -> None:
         await self.core.set_weight_version_async("0")
-        await self.llm.collective_rpc("molt_start")
+        ranks = await self.llm.collective_rpc("molt_start")
+        self.gpus = [rank["gpu"] for rank in ranks if rank["gpu"]]  # those that another process could share
 
     @cached_property
     def tokenizer(self):
@@ -494,12 +496,19 @@ class Engine:
         version, source = fields["version"], fields["source"]
         if not self.paused:
             raise bad_request(f"Cannot load version {version}: the engine is not paused", "version")
-        if source["transport"] != "file":
-            raise unsupported(f"Transport {source['transport']} is not known, want file", "source.transport")
+        kind, path, table = source["transport"], source["path"], fields["tensors"]
+        if kind not in TRANSPORTS:
+            text = f"Transport {kind} is not known, want {', '.join(TRANSPORTS)}"
+            raise unsupported(text, "source.transport")
+        if kind != "file" and not fields["last"]:
+            raise bad_request(f"Transport {kind} brings all weights at once: last must be true", "last")
         started = time.perf_counter()
         try:
-            args = (source["path"], fields["tensors"], fields["last"])
-            verify_ms = max(await self.llm.collective_rpc("molt_stage", args=args))
+            if kind == "file":
+                staging = self.llm.collective_rpc("molt_stage", args=(path, table, fields["last"]))
+            else:  # verified while it loads, and counted there
+                staging = self.llm.collective_rpc("molt_expect", args=(kind, path, table))
+            verify_ms = max(await staging)
             if fields["last"]:
                 await self._apply(version)
         except Exception as error:
@@ -695,6 +704,8 @@ async def serve(runtime: Runtime, options: dict[str, Any]) -> None:
             dtype=options["dtype"],
             max_len=engine.max_len,
             max_requests=engine.max_requests,
+            gpus=engine.gpus,
+            ranks=config.parallel_config.world_size * config.parallel_config.data_parallel_size,
         )
         await Server(runtime, engine).run()
     finally:

@@ -41,6 +41,7 @@ from runtime import WorkerError, bad_request, fatal, unsupported
 from sampling import sample, uniforms
 from slot_attention import ATTENTION, Chunk, Plan, SlotCache, on_device, plan_step
 from text_stream import TextStream
+from transport import receive
 from weights import WeightsError, hub_layout, load_into, verify_segment
 
 MIN_WAIT = 16  # tokens of prefill saved, by all that wait, that are worth one step of waiting
@@ -577,11 +578,15 @@ class Engine:
         version, source = fields["version"], fields["source"]
         if not self.paused:
             raise bad_request(f"Cannot load version {version}: the engine is not paused", "version")
-        if source["transport"] != "file":
-            raise unsupported(f"Transport {source['transport']} is not known, want file", "source.transport")
+        if source["transport"] not in ("file", "nccl"):
+            text = f"Transport {source['transport']} is not known, want file or nccl"
+            raise unsupported(text, "source.transport")
         started = time.perf_counter()
         try:
-            tensors = verify_segment(source["path"], fields["tensors"])
+            if source["transport"] == "file":
+                tensors = verify_segment(source["path"], fields["tensors"])
+            else:
+                tensors = dict(receive(source["path"], fields["tensors"], self.model.device))
             twice = sorted(tensors.keys() & self._staged.keys())
             if twice:
                 raise WeightsError(f"Tensor {twice[0]} was sent twice")

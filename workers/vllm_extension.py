@@ -8,8 +8,9 @@ Named by `worker_extension_cls` and `scheduler_cls`, so vLLM imports this module
 needs no packaging and changes no vLLM file.
 
 Invariants
-  1. Bytes are verified and names compared with the checkpoint before the model is touched; from then on an
-     error leaves layers half restored, and the front end ends the engine.
+  1. Names are compared with the checkpoint before the model is touched, and bytes are verified: of a file all
+     of them before, of what comes from the trainer's memory each tensor before it is loaded. A later error
+     leaves layers half restored, and the front end ends the engine.
   2. One layerwise reload per refit, however many parts the weights came in.
   3. Every parameter of the model is written by every refit, or the refit fails and names those that were not.
   4. While paused nothing is scheduled but scores, and they leave kept requests and their keys as they were.
@@ -28,6 +29,7 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,6 +47,7 @@ from vllm.v1.core.sched.request_queue import create_request_queue
 from vllm.v1.core.sched.scheduler import Scheduler
 
 from sampling import mixed_seed
+from transport import check_table, gpu_name, map_shared, receive
 from weights import WeightsError, verify_segment
 
 BACKEND = "molt"
@@ -145,6 +148,9 @@ class MoltTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
         self.staged: dict[str, torch.Tensor] = {}
+        self.incoming: Iterable[tuple[str, torch.Tensor]] | None = (
+            None  # instead, what is received while loading
+        )
         self.uncovered: dict[str, torch.nn.Parameter] = {}
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
@@ -155,15 +161,21 @@ class MoltTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
         initialize_layerwise_reload(self.model)
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
-        # Sorted names keep the tensors of one layer together, so that memory stays one layer deep.
+        # Tensors of one layer come together, so that memory stays one layer deep: by sorted names, or in the
+        # order of the trainer, which gathers layer by layer.
         model: Any = self.model
-        loaded = model.load_weights((name, self.staged[name]) for name in sorted(self.staged))
+        tensors = self.incoming
+        if tensors is None:
+            tensors = ((name, self.staged[name]) for name in sorted(self.staged))
+        loaded = model.load_weights(tensors)
         for name in loaded or ():
             self.uncovered.pop(name, None)
 
     def finish_weight_update(self) -> None:
         finalize_layerwise_reload(self.model, self.model_config)
-        self.staged = {}  # lets go of the mapped file
+        self.staged, self.incoming = {}, None  # lets go of the mapped file, or of the trainer's memory
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()  # once we have answered the trainer may write there
         if self.uncovered:
             raise WeightsError(f"No tensor reached {', '.join(sorted(self.uncovered))}")
         if not UNMENDED:
@@ -250,7 +262,7 @@ class WorkerExtension:
             seed_by_position(self.model_runner)
             if not UNMENDED:
                 prepack_experts()
-        return {"pid": os.getpid()}
+        return {"pid": os.getpid(), "gpu": gpu_name(self.device) if self.device.type == "cuda" else None}
 
     def molt_stage(self: Any, path: str, table: list[dict], last: bool) -> float:
         """
@@ -267,6 +279,25 @@ class WorkerExtension:
         if last:
             check_names(self.model_config.model, self.model_config.hf_config, transfer.staged)
         return 1000 * (time.perf_counter() - started)
+
+    def molt_expect(self: Any, transport: str, path: str, table: list[dict]) -> float:
+        """The update takes its tensors from there while it runs, each verified before it is loaded."""
+        transfer: MoltTransfer = self.weight_transfer_engine
+        if transfer.staged:
+            raise WeightsError(f"Transport {transport} brings all weights at once, parts came before")
+        dtypes = check_table(table)
+        sent = {
+            entry["name"]: torch.empty(entry["shape"], dtype=dtypes[entry["name"]], device="meta")
+            for entry in table
+        }
+        check_names(self.model_config.model, self.model_config.hf_config, sent)
+        if transport == "ipc":
+            transfer.incoming = map_shared(path, table, self.device)
+        else:
+            config = self.parallel_config
+            rank = config.data_parallel_index * config.world_size + config.rank
+            transfer.incoming = receive(path, table, self.device, rank)
+        return 0.0
 
 
 def check_names(model_path: str, config: Any, staged: dict[str, torch.Tensor]) -> None:
