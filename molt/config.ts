@@ -96,6 +96,19 @@ const CHECKS: readonly Check[] = [
         : null,
   },
   {
+    options: ['refit.transport', 'engine.kind', 'trainer.kind', 'engine.device', 'trainer.device'],
+    problem: (o) => {
+      const transport = o['refit.transport'];
+      if (transport === 'auto' || transport === 'file') return null;
+      if (o['trainer.kind'] === 'simulated') return 'a simulated trainer knows file only';
+      if (transport === 'nccl') return null;
+      if (o['engine.kind'] !== 'vllm') return `${o['engine.kind']} engines know file and nccl only`;
+      return [o['engine.device'], o['trainer.device']].includes('cpu')
+        ? 'shares the memory of a GPU, not of a CPU'
+        : null;
+    },
+  },
+  {
     options: ['run.replay', 'run.resume'],
     problem: (o) => {
       if (o['run.replay'] === '') return null;

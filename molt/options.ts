@@ -511,6 +511,12 @@ export const OPTIONS = {
     'keys of requests that cross a refit: computed again by the new weights, or kept as the old ones made them',
     { effect: PARTIAL },
   ),
+  'refit.transport': choice(
+    ['auto', 'file', 'nccl', 'ipc'],
+    'auto',
+    'how weights reach engines that sample: a file, a broadcast (over gloo on CPUs), the memory of a shared GPU; auto = ipc or nccl where trainer and engines are on one GPU or on different ones, else file',
+    { effect: ENGINE_REAL },
+  ),
   'refit.deadline_s': float(600, 'seconds an engine may take to pause, load and resume before it is killed', {
     above: 0,
     max: 2_000_000,

@@ -23,6 +23,7 @@
 import { mkdirSync } from 'node:fs';
 import { join } from 'node:path';
 import { crc32 } from 'node:zlib';
+import { Broadcast } from './broadcast.ts';
 import type { Engine, Generator } from './generator.ts';
 import { RemoteError } from './protocol.ts';
 import type { TensorTable, Trainer } from './trainer.ts';
@@ -33,6 +34,11 @@ import { invariant } from './types.ts';
 const ALWAYS_VERIFIED = 3;
 /** Bytes from which a round trip to check them ahead is shorter than the check: less is checked in the pause. */
 const STAGE_FROM_BYTES = 4 * 1024 * 1024;
+/** Of a broadcast: what is packed and sent at a time. */
+const BUCKET_BYTES = 256 * 1024 * 1024;
+
+/** How weights get into engines that sample. A new engine always reads the file. */
+export type Transport = 'file' | 'nccl' | 'ipc';
 
 /** What became of one refit. */
 export interface RefitTimes {
@@ -52,6 +58,14 @@ export interface Declared {
   readonly of: number; // engines that are asked to take it
   readonly checksum: number; // as in RefitTimes
   readonly bytes: number;
+}
+
+/** Where an engine finds the weights; with nccl once all engines stand still. */
+type Source = (engine: Engine) => Promise<string>;
+interface Way {
+  readonly transport: Transport;
+  readonly source: Source;
+  readonly broadcast?: Broadcast;
 }
 
 interface Staged {
@@ -78,12 +92,15 @@ export class Refit {
   readonly #clearsCache: boolean;
   readonly #deadlineMs: number;
   readonly #stageFromBytes: number;
+  readonly #transport: Transport | 'auto';
+  readonly #bucketBytes: number;
   readonly #members = new Set<Engine>(); // joined: every refit reaches them
   readonly #joins = new Set<Promise<void>>(); // in progress; none while a file is written
   #probes: readonly Int32Array[] = [];
   #staged: Staged | null = null; // null = engines have what they loaded from the model directory
   #version = 0;
   #refits = 0;
+  #broadcasts = 0;
   #staging: Promise<unknown> = Promise.resolve(); // the file being written, if any
   #onDeclared: (declared: Declared) => void = () => {};
   #onJoin: () => void = () => {}; // a new engine took the weights, or not: a refit without another waits for it
@@ -102,6 +119,8 @@ export class Refit {
     cache: 'clear' | 'keep';
     deadlineMs: number;
     stageFromBytes?: number;
+    transport?: Transport | 'auto';
+    bucketBytes?: number;
   }) {
     this.#generator = args.generator;
     this.#trainer = args.trainer;
@@ -111,6 +130,8 @@ export class Refit {
     this.#clearsCache = args.cache === 'clear';
     this.#deadlineMs = args.deadlineMs;
     this.#stageFromBytes = args.stageFromBytes ?? STAGE_FROM_BYTES;
+    this.#transport = args.transport ?? 'file';
+    this.#bucketBytes = args.bucketBytes ?? BUCKET_BYTES;
     mkdirSync(this.#dir, { recursive: true });
   }
 
@@ -182,7 +203,11 @@ export class Refit {
     const { version } = staged;
     const writtenAt = performance.now();
     const engines = [...this.#members].filter(({ peer }) => !peer.isLost);
-    const results = await Promise.all(engines.map((engine) => this.#refit(engine, staged)));
+    const deadline = performance.now() + this.#deadlineMs;
+    const way = await this.#way(engines, staged, deadline);
+    const results = await Promise.all(engines.map((engine) => this.#refit(engine, staged, deadline, way)));
+    await way.broadcast?.ended;
+    if (way.transport === 'ipc') await this.#trainer.sendWeights(version, 'ipc', ''); // lets go of the memory
     await this.#verifiedByNewEngine(version);
     const took = results.filter((result) => result.ok);
     return {
@@ -200,26 +225,57 @@ export class Refit {
   }
 
   /** One engine, from its look at the bytes to resume. */
-  async #refit(engine: Engine, staged: Staged): Promise<Outcome> {
-    const isReady = staged.bytes < this.#stageFromBytes || (await this.#stageEngine(engine, staged));
+  async #refit(engine: Engine, staged: Staged, deadline: number, way: Way): Promise<Outcome> {
+    const isReady =
+      way.transport !== 'file' || staged.bytes < this.#stageFromBytes || (await this.#stageEngine(engine, staged));
     const pausedAt = performance.now();
     if (!isReady) return { ok: false, gap: null, pausedAt, ms: 0 };
-    const deadline = pausedAt + this.#deadlineMs;
-    const { ok, gap } = await this.#swap(engine, staged, deadline);
+    const until = way.broadcast ? deadline : pausedAt + this.#deadlineMs;
+    const { ok, gap } = await this.#swap(engine, staged, until, way);
     if (ok) this.#verifiedBy(engine, staged);
-    const isBack = ok && (await this.#resume(engine, staged.version, deadline));
+    const isBack = ok && (await this.#resume(engine, staged.version, until));
     return { ok: isBack, gap, pausedAt, ms: performance.now() - pausedAt };
   }
 
   /** It checks the bytes while it samples, so that the pause need not. False when the engine is gone or had to go. */
   async #stageEngine(engine: Engine, staged: Staged): Promise<boolean> {
     try {
-      await engine.peer.request('stage_weights', weightsOf(staged), undefined, { deadlineMs: this.#deadlineMs });
+      await engine.peer.request('stage_weights', weightsOf(staged, 'file', staged.path), undefined, {
+        deadlineMs: this.#deadlineMs,
+      });
       return true;
     } catch (error) {
       await this.#kill(engine, error as Error);
       return false;
     }
+  }
+
+  /** How these engines get the weights of this refit. */
+  async #way(engines: readonly Engine[], staged: Staged, deadline: number): Promise<Way> {
+    const { version } = staged;
+    const transport = this.#transport === 'auto' ? await this.#chosen(engines) : this.#transport;
+    if (transport === 'file' || engines.length === 0) return fromFile(staged);
+    if (transport === 'ipc') {
+      const handles = join(this.#dir, 'handles.json');
+      await this.#trainer.sendWeights(version, transport, handles);
+      return { transport, source: async () => handles };
+    }
+    const name = `refit-${version}-${this.#broadcasts++}`;
+    const [trainer, bucketBytes] = [this.#trainer, this.#bucketBytes];
+    const broadcast = new Broadcast({ trainer, version, name, engines, bucketBytes, deadline });
+    return { transport, source: (engine) => broadcast.enter(engine), broadcast };
+  }
+
+  /** auto: what the devices allow. Workers on a CPU name no GPU, nor do engines that only read files. */
+  async #chosen(engines: readonly Engine[]): Promise<Transport> {
+    const gpusOf = (info: unknown) => (info as { gpus?: readonly string[] }).gpus ?? [];
+    const [trainer] = gpusOf(this.#trainer.info);
+    const each = await Promise.all(engines.map(async ({ peer }) => gpusOf(await peer.ready)));
+    if (trainer === undefined || each.some((gpus) => gpus.length === 0)) return 'file';
+    if (each.every((gpus) => gpus.every((gpu) => gpu === trainer))) return 'ipc';
+    const all = each.flat();
+    // One GPU is one rank of a communicator.
+    return all.includes(trainer) || new Set(all).size < all.length ? 'file' : 'nccl';
   }
 
   /** The first engine that has verified the new weights makes them the current version. Late ones change nothing. */
@@ -254,7 +310,7 @@ export class Refit {
     const staged = this.#staged;
     if (staged) {
       const deadline = performance.now() + this.#deadlineMs;
-      const { ok } = await this.#swap(engine, staged, deadline);
+      const { ok } = await this.#swap(engine, staged, deadline, fromFile(staged));
       if (ok) this.#verifiedBy(engine, staged); // of a refit that is under way, it may be the first
       this.#onJoin();
       if (!ok || !(await this.#resume(engine, staged.version, deadline)))
@@ -294,26 +350,36 @@ export class Refit {
     return staging;
   }
 
-  async #swap(engine: Engine, staged: Staged, deadline: number): Promise<{ ok: boolean; gap: number | null }> {
+  async #swap(
+    engine: Engine,
+    staged: Staged,
+    deadline: number,
+    way: Way,
+  ): Promise<{ ok: boolean; gap: number | null }> {
     try {
-      return { ok: true, gap: await this.#load(engine, staged, deadline) };
+      return { ok: true, gap: await this.#load(engine, staged, deadline, way) };
     } catch (error) {
+      way.broadcast?.leave(engine, error as Error);
       await this.#kill(engine, error as Error);
       return { ok: false, gap: null };
     }
   }
 
   /** Pause, load, verify. Returns the largest gap of the probes, null when the layout is not due. */
-  async #load(engine: Engine, staged: Staged, deadline: number): Promise<number | null> {
-    const left = () => ({ deadlineMs: Math.max(0, deadline - performance.now()) });
+  async #load(engine: Engine, staged: Staged, deadline: number, way: Way): Promise<number | null> {
+    const left = (until = deadline) => ({ deadlineMs: Math.max(0, until - performance.now()) });
     const pause = { epoch: staged.version, mode: 'keep', clear_cache: this.#clearsCache };
-    this.#generator.paused(engine, (await engine.peer.request('pause', pause, undefined, left())).frames);
-    const { fields } = await engine.peer.request(
+    // In a broadcast the others wait for this one, and must have time left when it does not come.
+    const pausedBy = way.broadcast ? deadline - this.#deadlineMs / 2 : deadline;
+    this.#generator.paused(engine, (await engine.peer.request('pause', pause, undefined, left(pausedBy))).frames);
+    const path = await way.source(engine);
+    const loading = engine.peer.request(
       'load_weights',
-      { ...weightsOf(staged), last: true },
+      { ...weightsOf(staged, way.transport, path), last: true },
       undefined,
       left(),
     );
+    const { fields } = await (way.broadcast ? way.broadcast.orBroken(loading) : loading);
     invariant(fields.loaded > 0, `engine ${engine.worker.spec.id} loaded no tensor`);
     const { expected } = staged;
     if (!expected) return null;
@@ -359,8 +425,12 @@ export class Refit {
   }
 }
 
-function weightsOf({ version, path, tensors }: Staged) {
-  return { version, source: { transport: 'file', path }, tensors };
+function weightsOf({ version, tensors }: Staged, transport: Transport, path: string) {
+  return { version, source: { transport, path }, tensors };
+}
+
+function fromFile({ path }: Staged): Way {
+  return { transport: 'file', source: async () => path };
 }
 
 function checksumOf(tensors: TensorTable): number {

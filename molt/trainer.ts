@@ -229,6 +229,19 @@ export class Trainer {
     return first;
   }
 
+  /** Where the ranks of a broadcast meet, host:port (workers/transport.py). */
+  get store(): string {
+    return (this.info as { store: string }).store;
+  }
+
+  /** Send the weights that `pushWeights` wrote last once more, into the memory of engines. `signal` ends it early. */
+  async sendWeights(version: number, transport: 'nccl' | 'ipc', path: string, signal?: AbortSignal): Promise<void> {
+    const fields = { version, transport, path };
+    // Only rank 0 sends: if it is called off, the others still gather to the end, as it does.
+    const options = (rank: number) => (rank === 0 ? { ...this.#deadline, signal } : this.#deadline);
+    await this.#timed(this.#ranks.map(({ peer }, r) => peer.request('push_weights', fields, undefined, options(r))));
+  }
+
   async save(step: number, path: string): Promise<void> {
     await this.#timed(this.#ranks.map((rank) => rank.peer.request('save', { step, path }, undefined, this.#deadline)));
   }

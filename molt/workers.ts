@@ -86,6 +86,7 @@ export function openWorkers(args: {
     tolerance: LAYOUT_BOUND[dtype],
     cache: options['refit.cache'],
     deadlineMs: options['refit.deadline_s'] * 1000,
+    transport: options['refit.transport'],
   });
   const dispatch = new Dispatch({
     launcher,

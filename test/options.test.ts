@@ -299,6 +299,7 @@ const EFFECTS: Record<OptionName, Effect> = {
   'tokenizer.reasoning_parser': { refused: ['qwen3'] },
   'refit.verify_every': { to: ['1'], also: ['--eval.dataset', 'none'], seen: 'numbers' },
   'refit.cache': { refused: ['keep'] },
+  'refit.transport': { refused: ['nccl'] },
   'refit.deadline_s': { to: ['0.1'], also: SLOW_LOAD, seen: 'exit' },
   'ckpt.save_steps': { to: ['1'], also: SHORT, seen: 'files' },
   'ckpt.max_num': { to: ['1'], also: [...SHORT, '--ckpt.save_steps', '1'], seen: 'files' },

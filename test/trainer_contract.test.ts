@@ -608,7 +608,7 @@ describe.each(KINDS)('%s trainer', (_, kind) => {
       type: 'unsupported',
       field: 'which',
     });
-    const push = peer.request('push_weights', { version: 1, transport: 'nccl', path: '' });
+    const push = peer.request('push_weights', { version: 1, transport: 'carrier', path: '' });
     expect(await refused(push)).toMatchObject({ type: 'unsupported', field: 'transport' });
     const nowhere = peer.request('restore', { path: join(cell.dir, 'nowhere') });
     expect(await refused(nowhere)).toMatchObject({ type: 'bad_request', field: 'path' });

@@ -24,7 +24,13 @@ if TYPE_CHECKING:
 
     from slot_engine import Engine
 
-CAPABILITIES = {"max_requests": None, "transports": ["file"], "logprobs": True, "heads": 0, "routes": False}
+CAPABILITIES = {
+    "max_requests": None,
+    "transports": ["file", "nccl"],
+    "logprobs": True,
+    "heads": 0,
+    "routes": False,
+}
 
 
 def answer(engine: Engine, request: Request) -> tuple[tuple | None, dict[str, Any], dict[str, Any] | None]:

@@ -52,14 +52,15 @@ from typing import Any
 
 import numpy as np
 
-from request_checks import check_generate, check_rows
+from request_checks import check_generate, check_rows, check_transport
 from runtime import Request, Runtime, WorkerError, bad_request, fatal, unsupported
 from sampling import mixed_seed
 from text_stream import TextStream
 from vllm_routes import WANTED, RoutesError, RouteShape, rows_of_output, rows_of_take, write_blob
 from weights import Segment
 
-CAPABILITIES = {"max_requests": None, "transports": ["file"], "logprobs": True, "heads": 0, "routes": False}
+TRANSPORTS = ["file", "nccl", "ipc"]
+CAPABILITIES = {"max_requests": None, "transports": TRANSPORTS, "logprobs": True, "heads": 0, "routes": False}
 MODES = ("keep", "drain", "abort")
 STATS = ("running", "waiting", "tokens", "steps", "prefill_tokens", "cached_tokens", "late_aborts")
 STATS += ("preemptions", "cache_use")
@@ -272,7 +273,8 @@ class Engine:
 
     async def start(self) -> None:
         await self.core.set_weight_version_async("0")
-        await self.llm.collective_rpc("molt_start")
+        ranks = await self.llm.collective_rpc("molt_start")
+        self.gpus = [rank["gpu"] for rank in ranks if rank["gpu"]]  # those that another process could share
         if self._blob_dir is not None:
             os.makedirs(self._blob_dir, exist_ok=True)
             try:
@@ -612,7 +614,7 @@ class Engine:
 
     async def stage_weights(self, fields: dict[str, Any]) -> dict[str, Any]:
         """The reply. Works at any time. Raises `fatal` on any mismatch."""
-        check_transport(fields["source"])
+        check_transport(fields["source"], ("file",))
         started = time.perf_counter()
         async with self._staging:
             try:
@@ -635,14 +637,20 @@ class Engine:
         version, source = fields["version"], fields["source"]
         if not self.paused:
             raise bad_request(f"Cannot load version {version}: the engine is not paused", "version")
-        check_transport(source)
+        kind, path, table = source["transport"], source["path"], fields["tensors"]
+        check_transport(source, TRANSPORTS)
+        if kind != "file" and not fields["last"]:
+            raise bad_request(f"Transport {kind} brings all weights at once: last must be true", "last")
         started = time.perf_counter()
         try:
             async with self._staging:
                 staged, self._staged = self._staged, None
             stamp = staged[1].stamp if staged and fields == staged[0] | {"last": True} else None
-            args = (source["path"], fields["tensors"], fields["last"], stamp)
-            verify_ms = max(await self.llm.collective_rpc("molt_stage", args=args))
+            if kind == "file":
+                staging = self.llm.collective_rpc("molt_stage", args=(path, table, fields["last"], stamp))
+            else:  # verified while it loads, and counted there
+                staging = self.llm.collective_rpc("molt_expect", args=(kind, path, table))
+            verify_ms = max(await staging)
             if fields["last"]:
                 await self._apply(version)
         except Exception as error:
@@ -721,11 +729,6 @@ class Engine:
             future.set_result(output.new_prompt_logprobs_tensors.logprobs[:, 0].numpy())
         elif output.finish_reason is not None and not future.done():
             future.set_exception(fatal("vLLM ended a score without logprobs"))
-
-
-def check_transport(source: dict[str, Any]) -> None:
-    if source["transport"] != "file":
-        raise unsupported(f"Transport {source['transport']} is not known, want file", "source.transport")
 
 
 def cause(error: Exception) -> str:
@@ -879,6 +882,8 @@ async def serve(runtime: Runtime, options: dict[str, Any]) -> None:
             dtype=options["dtype"],
             max_len=engine.max_len,
             max_requests=engine.max_requests,
+            gpus=engine.gpus,
+            ranks=config.parallel_config.world_size * config.parallel_config.data_parallel_size,
         )
         await Server(runtime, engine).run()
     finally:

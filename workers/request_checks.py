@@ -5,6 +5,7 @@ Each raises WorkerError with the field that is wrong, its value and what is allo
 and engine_vllm.py before a request gets its handle. The twin in TypeScript is workers/simulated_engine.ts.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -57,3 +58,9 @@ def check_rows(ids: np.ndarray, lengths: np.ndarray, vocab_size: int) -> None:
     check_ids(ids, "ids", vocab_size)
     if (lengths < 0).any() or lengths.sum() != len(ids):
         raise bad_request(f"lengths add up to {lengths.sum()}, there are {len(ids)} ids", "lengths")
+
+
+def check_transport(source: dict[str, Any], known: Sequence[str]) -> None:
+    if source["transport"] not in known:
+        text = f"Transport {source['transport']} is not known here, want {' or '.join(known)}"
+        raise unsupported(text, "source.transport")

@@ -38,6 +38,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any, NoReturn
+from urllib.parse import urlsplit
 
 import numpy as np
 import zmq
@@ -112,6 +113,8 @@ class Runtime:
         self, endpoint: str, worker_id: str, secret: str, worker_kind: str, capabilities: dict[str, Any]
     ):
         self.worker_id = worker_id
+        url = urlsplit(endpoint)
+        self.controller = (url.hostname or "", url.port or 0)
         self.options: dict[str, Any] = {}
         self.incarnation = -1
         self.stats: dict[str, float] = {}  # the work thread publishes here; goes out with heartbeats

@@ -38,11 +38,12 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from model import PARAM_DTYPES, check_family, check_loaded, loading
-from request_checks import SEED_MASK, check_generate, check_rows
+from request_checks import SEED_MASK, check_generate, check_rows, check_transport
 from runtime import WorkerError, bad_request, fatal, unsupported
 from sampling import sample, uniforms
 from slot_attention import ATTENTION, Chunk, Plan, SlotCache, on_device, plan_step
 from text_stream import TextStream
+from transport import receive
 from weights import Segment, WeightsError, check_fit, hub_layout, load_into, verify_segment
 
 MIN_WAIT = 16  # tokens of prefill saved, by all that wait, that are worth one step of waiting
@@ -591,7 +592,7 @@ class Engine:
 
     def stage_weights(self, fields: dict[str, Any]) -> Callable[[], dict[str, Any]]:
         """What makes the reply, in a thread of its own while steps go on. Any mismatch is fatal."""
-        check_transport(fields["source"])
+        check_transport(fields["source"], ("file",))
 
         def verify() -> dict[str, Any]:
             started = time.perf_counter()
@@ -614,10 +615,14 @@ class Engine:
         version = fields["version"]
         if not self.paused:
             raise bad_request(f"Cannot load version {version}: the engine is not paused", "version")
-        check_transport(fields["source"])
+        check_transport(fields["source"], ("file", "nccl"))
         started = time.perf_counter()
         try:
-            segment, tensors = self._verified(fields)
+            if fields["source"]["transport"] == "file":
+                segment, tensors = self._verified(fields)
+            else:
+                segment = None
+                tensors = dict(receive(fields["source"]["path"], fields["tensors"], self.model.device))
             twice = sorted(tensors.keys() & self._parts.keys())
             if twice:
                 raise WeightsError(f"Tensor {twice[0]} was sent twice")
@@ -695,11 +700,6 @@ class Engine:
             target = on_device(ids[part], self.device)[:, None]
             out[part] = logits.log_softmax(-1).gather(1, target)[:, 0].cpu().numpy()
         return out
-
-
-def check_transport(source: dict[str, Any]) -> None:
-    if source["transport"] != "file":
-        raise unsupported(f"Transport {source['transport']} is not known, want file", "source.transport")
 
 
 def score_lines(lengths: np.ndarray, budget: int):

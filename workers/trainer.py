@@ -29,22 +29,24 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from runtime import Request, Runtime, WorkerError, bad_request, fatal, unsupported
+from runtime import Request, Runtime, WorkerError, bad_request, failed, fatal, unsupported
 
 if __name__ == "__main__":
     # Before torch, which takes seconds: from here on the controller hears this process.
-    RUNTIME = Runtime.connect("trainer", {"max_requests": 1, "transports": ["file"]})
+    RUNTIME = Runtime.connect("trainer", {"max_requests": 1, "transports": ["file", "nccl", "ipc"]})
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
 import checkpoint
+import transport
 from losses import LossOptions, policy_loss
 from model import ModelError, ModelSettings, build, device_named, make_batch, policy_logprobs
 from optim import Optimizer, OptimSettings
-from weights import hub_tensors, write_segment
+from weights import WeightsError, hub_tensors, write_segment
 
+TRANSPORTS = ("file", "nccl", "ipc")
 FORWARD_TOKENS = 8192  # of a forward without gradient, per micro-batch
 
 
@@ -77,6 +79,9 @@ class Trainer:
         self.world_size: int = options["world_size"]
         self.chunk: int = options["logprob_chunk"]
         self.stats: dict[str, float] = {}
+        self.table: list[dict] | None = None  # of the newest segment; ranks other than 0 have an empty one
+        self.shared: list[torch.Tensor] = []  # what engines map (transport.share)
+        self.is_cancelled: Callable[[], bool] = lambda: False  # of the request that runs
         torch.manual_seed(options["seed"])
         torch.use_deterministic_algorithms(options["deterministic"])
         settings = ModelSettings(
@@ -98,11 +103,16 @@ class Trainer:
             "vocab_size": self.vocab_size,
             "dtype": self.options["param_dtype"],
             "parameters": sum(p.numel() for p in self.model.parameters()),
+            "gpus": [] if self.device == "cpu" else [transport.gpu_name(torch.device(self.device))],
         }
 
     def handlers(self) -> dict[str, Callable[[Request], Any]]:
         kinds = ("rows", "run", "logprobs", "push_weights", "save", "restore", "export")
-        return dict.fromkeys(kinds, lambda request: self.answer(request.kind, request.fields, request.frames))
+        return dict.fromkeys(kinds, self.handle)
+
+    def handle(self, request: Request) -> Any:
+        self.is_cancelled = lambda: request.cancelled
+        return self.answer(request.kind, request.fields, request.frames)
 
     def answer(self, kind: str, fields: dict[str, Any], frames: dict[str, np.ndarray]) -> Any:
         try:
@@ -212,10 +222,44 @@ class Trainer:
     # ---- Weights and checkpoints ----
 
     def push_weights(self, fields: dict[str, Any], _: object) -> dict:
-        if fields["transport"] != "file":
-            raise unsupported(f"Transport {fields['transport']} is not known, want file", "transport")
-        table, size = write_segment(fields["path"], hub_tensors(self.model), write=dist.get_rank() == 0)
-        return {"tensors": table, "bytes": size}
+        """
+        `file` comes first in every refit. The others send the same weights once more, to engines that have
+        its table: `nccl` to the group of this address, `ipc` by way of a file of handles; without a path it
+        lets go.
+        """
+        kind, path = fields["transport"], fields["path"]
+        if kind not in TRANSPORTS:
+            raise unsupported(f"Transport {kind} is not known, want {', '.join(TRANSPORTS)}", "transport")
+        if kind == "ipc" and self.device == "cpu":
+            raise unsupported(
+                "Transport ipc shares the memory of a GPU, this trainer runs on cpu", "transport"
+            )
+        if kind == "file":
+            self.table, size = write_segment(path, hub_tensors(self.model), write=dist.get_rank() == 0)
+            return {"tensors": self.table, "bytes": size}
+        self.shared = []
+        if kind == "ipc" and not path:
+            return {"tensors": [], "bytes": 0}
+        if self.table is None:
+            raise bad_request(f"No segment was written whose table an engine could have: {kind}", "transport")
+        return self.send_weights(kind, path, self.table)
+
+    def send_weights(self, kind: str, path: str, table: list[dict]) -> dict:
+        stream, device = hub_tensors(self.model), torch.device(self.device)
+        error = None
+        if dist.get_rank() == 0:
+            try:
+                if kind == "ipc":
+                    self.shared = transport.share(path, table, stream, device)
+                else:
+                    transport.send(path, table, stream, device, lambda: self.is_cancelled())
+            except (transport.TransferError, WeightsError) as exc:
+                error = exc
+        for _ in stream:
+            pass  # the other ranks gather to the end, and so must this one
+        if error is not None:
+            raise failed(str(error)) from error
+        return {"tensors": [], "bytes": sum(entry["bytes"] for entry in table)}
 
     def save(self, fields: dict[str, Any], _: object) -> dict:
         checkpoint.save(fields["path"], self.model, self.optimizer, fields["step"])
@@ -352,7 +396,11 @@ def main(runtime: Runtime) -> None:
     except (ModelError, OSError, ValueError) as error:
         runtime.refuse_input(error)
     trainer.stats = runtime.stats
-    runtime.ready(**trainer.info())
+    if options["rank"] == 0:
+        store = transport.open_store(transport.own_address(*runtime.controller))
+        runtime.ready(**trainer.info(), store=f"{store.host}:{store.port}")
+    else:
+        runtime.ready(**trainer.info())
     try:
         runtime.serve(trainer.handlers())
     finally:

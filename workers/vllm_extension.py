@@ -8,9 +8,10 @@ Named by `worker_extension_cls` and `scheduler_cls`, so vLLM imports this module
 needs no packaging and changes no vLLM file.
 
 Invariants
-  1. Bytes are verified and names compared with the checkpoint before the model is touched, here or ahead by
-     the front end; from then on an error leaves layers half restored, and the front end ends the engine. A
-     file that was verified ahead is looked at once more after its last byte was read.
+  1. Names are compared with the checkpoint before the model is touched. Bytes of a file are verified before,
+     here or ahead by the front end (then the file is looked at once more after its last byte was read); what
+     comes from the trainer's memory is verified before it is loaded, tensor by tensor. A later error leaves
+     layers half restored, and the front end ends the engine.
   2. One layerwise reload per refit, however many parts the weights came in.
   3. Every parameter of the model is written by every refit, or the refit fails and names those that were not.
   4. While paused nothing is scheduled but scores, and they leave kept requests and their keys as they were.
@@ -24,6 +25,7 @@ from __future__ import annotations
 import json
 import os
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,6 +43,7 @@ from vllm.v1.core.sched.request_queue import create_request_queue
 from vllm.v1.core.sched.scheduler import Scheduler
 
 from sampling import mixed_seed
+from transport import check_table, gpu_name, map_shared, receive
 from vllm_routes import RouteStore
 from weights import Segment, WeightsError, verify_segment
 
@@ -128,6 +131,7 @@ class MoltTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
         super().__init__(*args, **kwargs)
         self.staged: dict[str, torch.Tensor] = {}
         self.segment: Segment | None = None  # whose bytes the front end verified
+        self.incoming: Iterable[tuple[str, torch.Tensor]] | None = None  # instead: received while loading
         self.uncovered: dict[str, torch.nn.Parameter] = {}
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
@@ -138,15 +142,21 @@ class MoltTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
         initialize_layerwise_reload(self.model)
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
-        # Sorted names keep the tensors of one layer together, so that memory stays one layer deep.
+        # Tensors of one layer come together, so that memory stays one layer deep: by sorted names, or in the
+        # order of the trainer, which gathers layer by layer.
         model: Any = self.model
-        loaded = model.load_weights((name, self.staged[name]) for name in sorted(self.staged))
+        tensors = self.incoming
+        if tensors is None:
+            tensors = ((name, self.staged[name]) for name in sorted(self.staged))
+        loaded = model.load_weights(tensors)
         for name in loaded or ():
             self.uncovered.pop(name, None)
 
     def finish_weight_update(self) -> None:
         finalize_layerwise_reload(self.model, self.model_config)
-        self.staged = {}  # lets go of the mapped file
+        self.staged, self.incoming = {}, None  # lets go of the mapped file, or of the trainer's memory
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()  # once we have answered the trainer may write there
         if self.segment is not None:
             self.segment.check()
         if self.uncovered:
@@ -235,7 +245,7 @@ class WorkerExtension:
             seed_by_position(self.model_runner)
             if not UNMENDED:
                 prepack_experts()
-        return {"pid": os.getpid()}
+        return {"pid": os.getpid(), "gpu": gpu_name(self.device) if self.device.type == "cuda" else None}
 
     def molt_routes_install(self: Any) -> dict[str, Any]:
         """Before the first request. Raises RoutesError where this engine can give no routes."""
@@ -267,6 +277,26 @@ class WorkerExtension:
         if last and transfer.segment is None:
             check_names(self.model_config.model, self.model_config.hf_config, transfer.staged)
         return 1000 * (time.perf_counter() - started)
+
+    def molt_expect(self: Any, transport: str, path: str, table: list[dict]) -> float:
+        """The update takes its tensors from there while it runs, each verified before it is loaded."""
+        transfer: MoltTransfer = self.weight_transfer_engine
+        if transfer.staged:
+            raise WeightsError(f"Transport {transport} brings all weights at once, parts came before")
+        transfer.segment = None
+        dtypes = check_table(table)
+        sent = {
+            entry["name"]: torch.empty(entry["shape"], dtype=dtypes[entry["name"]], device="meta")
+            for entry in table
+        }
+        check_names(self.model_config.model, self.model_config.hf_config, sent)
+        if transport == "ipc":
+            transfer.incoming = map_shared(path, table, self.device)
+        else:
+            config = self.parallel_config
+            rank = config.data_parallel_index * config.world_size + config.rank
+            transfer.incoming = receive(path, table, self.device, rank)
+        return 0.0
 
 
 def check_names(model_path: str, config: Any, staged: dict[str, torch.Tensor]) -> None:
