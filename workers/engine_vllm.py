@@ -56,7 +56,7 @@ from vllm_routes import WANTED, RouteShape, routes_of_output
 CAPABILITIES = {"max_requests": None, "transports": ["file"], "logprobs": True, "heads": 0, "routes": False}
 MODES = ("keep", "drain", "abort")
 STATS = ("running", "waiting", "tokens", "steps", "prefill_tokens", "cached_tokens", "late_aborts")
-STATS += ("preemptions", "cache_use")
+STATS += ("preemptions", "cache_use", "spec_drafted", "spec_accepted")
 RETRY_AFTER_MS = 50
 EVERY = 2**62  # a handle that none reaches
 GIB = 2**30
@@ -445,6 +445,9 @@ class Engine:
             stats = step.scheduler_stats
             self.stats["running"], self.stats["waiting"] = stats.num_running_reqs, stats.num_waiting_reqs
             self.stats["cache_use"] = stats.kv_cache_usage
+            if stats.spec_decoding_stats is not None:
+                self.stats["spec_drafted"] += stats.spec_decoding_stats.num_draft_tokens
+                self.stats["spec_accepted"] += stats.spec_decoding_stats.num_accepted_tokens
         self._send(out, int(step.weight_version) if step.weight_version else None)
         if len(self.live) < before:
             self._settle()
