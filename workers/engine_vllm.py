@@ -116,7 +116,7 @@ def prepare_environment(options: dict[str, Any]) -> str:
             # The worker inside EngineCore: two processes and not three, and half the start-up.
             os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     sweep()
-    # What torch compiles for the first request is the same at every start: kept outside what goes with this one.
+    # What torch compiles for the first request is the same at every start: kept, unlike what goes with us.
     cache = os.path.join(tempfile.gettempdir(), f"torchinductor_{os.getuid()}")
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", cache)
     name = os.environ["MOLT_TMP"] = f"{PREFIX}{os.getpid()}-"
