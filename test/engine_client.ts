@@ -38,6 +38,7 @@ export interface Turn {
   readonly ids: number[];
   readonly logprobs: number[];
   readonly versions: number[];
+  readonly counts: number[]; // ids per event
   text: string;
   ended: Fields<'tokens'>['ended'][number] | null;
 }
@@ -62,6 +63,7 @@ export class EngineClient {
       ids: [],
       logprobs: [],
       versions: [],
+      counts: [],
       text: '',
       ended: null,
     };
@@ -80,6 +82,7 @@ export class EngineClient {
         turn.logprobs.push(frames.logprobs[at] as number);
         turn.versions.push(fields.version);
       }
+      turn.counts.push(frames.counts[i] as number);
       turn.text += fields.texts[i] ?? '';
     }
     invariant(at === frames.ids.length, `counts add up to ${at} of ${frames.ids.length} ids`);

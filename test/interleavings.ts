@@ -444,6 +444,16 @@ function readWeights(trainer: KeepingTrainer, model: string, version: number): F
 }
 
 function referenceOf({ cases, trainer, model }: World): Promise<Reference> {
+  return askTransformers({ model, segments: trainer.segments, cases });
+}
+
+/** What reference_logprobs.py says. */
+export function askTransformers(question: {
+  readonly model: string;
+  readonly segments: Readonly<Record<number, { readonly path: string; readonly tensors: TensorTable }>>;
+  readonly cases: readonly Omit<Case, 'logprobs'>[];
+}): Promise<Reference & { readonly likeliest: readonly (readonly number[])[] }> {
+  const { model, segments, cases } = question;
   const [python, ...args] = pythonCommand('engine_torch.py') as [string, ...string[]];
   invariant(args.length > 0, 'an interpreter and a program');
   const env = { ...process.env, OMP_NUM_THREADS: '1', HF_HUB_OFFLINE: '1' };
@@ -454,10 +464,10 @@ function referenceOf({ cases, trainer, model }: World): Promise<Reference> {
       { env, maxBuffer: 2 ** 30 },
       (error, stdout, stderr) => {
         if (error) reject(new Error(`${error.message}\n${stderr}`));
-        else resolve(JSON.parse(stdout) as Reference);
+        else resolve(JSON.parse(stdout));
       },
     );
     const sent = cases.map(({ prompt, ids, temperature, pieces }) => ({ prompt, ids, temperature, pieces }));
-    child.stdin?.end(JSON.stringify({ model, segments: trainer.segments, cases: sent }));
+    child.stdin?.end(JSON.stringify({ model, segments, cases: sent }));
   });
 }

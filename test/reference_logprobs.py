@@ -2,12 +2,13 @@
 What transformers alone says of tokens that several versions of a policy sampled.
 
     stdin   {model, segments: {version: {path, tensors}}, cases: [{prompt, ids, temperature, pieces}]}
-    stdout  {logprobs: [[per id]], unchanged: [[per piece]]}
+    stdout  {logprobs: [[per id]], likeliest: [[per id]], unchanged: [[per piece]]}
 
 A piece {from, to, version, fresh} is a run of sampled ids of one version. `fresh`: all keys before it are
 made by that version; else it goes on with the keys that the pieces before made, and only what follows is its
-own. The last id before a piece never ran, so its key is of the piece. `unchanged` is the logprob of the first
-id behind a piece had its version gone on (0 for the last one): where a boundary is off by one, that shows.
+own. The last id before a piece never ran, so its key is of the piece. `likeliest` is the id that greedy
+sampling takes there. `unchanged` is the logprob of the first id behind a piece had its version gone on (0 for
+the last one): where a boundary is off by one, that shows.
 
 No code of molt is used: an unmodified model, its own cache, one row at a time. Run by test/interleavings.ts.
 """
@@ -51,9 +52,9 @@ def read(path: str):
 
 
 @torch.inference_mode()
-def logprobs_of(versions: Versions, case: dict) -> tuple[list[float], list[float]]:
+def judge(versions: Versions, case: dict) -> dict[str, list]:
     text = torch.tensor(case["prompt"] + case["ids"])
-    n, out, unchanged = len(case["prompt"]), [], []
+    n, out, likeliest, unchanged = len(case["prompt"]), [], [], []
     cache = DynamicCache()
     for piece in case["pieces"]:
         if piece["fresh"]:
@@ -65,17 +66,19 @@ def logprobs_of(versions: Versions, case: dict) -> tuple[list[float], list[float
         logprobs = (logits / case["temperature"]).log_softmax(-1)
         at = torch.arange(start, end)
         out += logprobs[at - 1 - known, text[start:end]].tolist()
+        likeliest += logits[at - 1 - known].argmax(-1).tolist()
         unchanged.append(float(logprobs[-1, text[end]]) if end < len(text) else 0.0)
         cache.crop(end - 1)  # the last id was only run for `unchanged`
-    return out, unchanged
+    return {"logprobs": out, "likeliest": likeliest, "unchanged": unchanged}
 
 
 def main() -> None:
     torch.set_num_threads(1)
     request = json.load(sys.stdin)
     versions = Versions(request["model"], request["segments"])
-    results = [logprobs_of(versions, case) for case in request["cases"]]
-    json.dump({"logprobs": [r[0] for r in results], "unchanged": [r[1] for r in results]}, sys.stdout)
+    results = [judge(versions, case) for case in request["cases"]]
+    keys = ("logprobs", "likeliest", "unchanged")
+    json.dump({key: [result[key] for result in results] for key in keys}, sys.stdout)
 
 
 if __name__ == "__main__":

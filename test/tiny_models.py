@@ -1,13 +1,14 @@
 """Tiny random checkpoints in Hugging Face format, for tests that need a real model and no download.
 
-    make_model("moe", directory, seed=3)      kinds: dense_tied dense_untied moe llama
+    make_model("moe", directory, seed=3)      kinds: dense_tied dense_untied moe llama mtp
 
 Each directory holds config.json, model.safetensors, a byte-level tokenizer (ids 0..255 are the byte
 alphabet, special tokens follow) and a ChatML template that knows tool calls and tool results. Two seeds
 give two policies of one shape: "the trainer's next weights". Weights are sharp on purpose: with the usual
 0.02 every distribution is nearly uniform and a scrambled expert or a wrong head would move a logprob by
-less than a tolerance. Used by the tests of the trainer, the engine and the tokenizer; nothing in molt or
-workers reads it.
+less than a tolerance. `mtp` has a layer of multi-token prediction, which transformers does not load: it is
+fed with the last token only, and the model hears mostly that one, so that many of its guesses are right.
+Used by the tests of the trainer, the engine and the tokenizer; nothing in molt or workers reads it.
 """
 
 import os
@@ -17,8 +18,11 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
+    Glm4MoeConfig,
+    Glm4MoeForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     PreTrainedTokenizerFast,
@@ -28,7 +32,8 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
-KINDS = ("dense_tied", "dense_untied", "moe", "llama")  # and dense_tied_odd, with a vocabulary of odd size
+# And dense_tied_odd, with a vocabulary of odd size.
+KINDS = ("dense_tied", "dense_untied", "moe", "llama", "mtp")
 SPECIALS = [
     "<|endoftext|>",
     "<|im_start|>",
@@ -92,6 +97,14 @@ def make_config(kind: str, **other: Any):
     if kind == "moe":
         # The first layer stays dense, as in DeepSeek and some Qwen models.
         return Qwen3MoeConfig(**(shape | experts), norm_topk_prob=True, mlp_only_layers=[0])
+    if kind == "mtp":
+        experts = {
+            "n_routed_experts": 8,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 32,
+            "num_mtp_layers": 1,
+        }
+        return Glm4MoeConfig(**(shape | experts), use_qk_norm=True)
     if kind == "llama":
         return LlamaConfig(**shape)
     if kind in ("dense_tied", "dense_tied_odd", "dense_untied"):
@@ -112,12 +125,32 @@ def draw_weights(model: torch.nn.Module, seed: int) -> None:
 
 def make_model(kind: str, directory: str | os.PathLike, seed: int = 0, **other: Any) -> str:
     """Writes a checkpoint of `other` sizes into `directory`, made when absent; returns its path as text."""
-    classes = {"moe": Qwen3MoeForCausalLM, "llama": LlamaForCausalLM}
+    classes = {"moe": Qwen3MoeForCausalLM, "llama": LlamaForCausalLM, "mtp": Glm4MoeForCausalLM}
     model = classes.get(kind, Qwen3ForCausalLM)(make_config(kind, **other)).to(torch.float32)
     draw_weights(model, seed)
+    if kind == "mtp":
+        model.get_input_embeddings().weight.data *= 4  # the last token decides most
     model.save_pretrained(directory)
+    if kind == "mtp":
+        add_mtp_layer(os.path.join(directory, "model.safetensors"), model.config)
     make_tokenizer().save_pretrained(directory)
     return str(directory)
+
+
+def add_mtp_layer(path: str, config: Any) -> None:
+    """Writes layer N beside layers 0 to N - 1: the last of them again, fed with an embedding."""
+    tensors = load_file(path)
+    last, mtp = (f"model.layers.{config.num_hidden_layers - 1 + k}." for k in (0, 1))
+    size = config.hidden_size
+    added = {mtp + name.removeprefix(last): tensors[name] for name in tensors if name.startswith(last)} | {
+        mtp + "eh_proj.weight": torch.eye(size, 2 * size),  # (embedding, hidden state) -> embedding
+        mtp + "enorm.weight": torch.ones(size),
+        mtp + "hnorm.weight": torch.ones(size),
+        mtp + "shared_head.norm.weight": tensors["model.norm.weight"],
+        mtp + "shared_head.head.weight": tensors["lm_head.weight"],
+        mtp + "embed_tokens.weight": tensors["model.embed_tokens.weight"],
+    }
+    save_file(tensors | {name: tensor.clone() for name, tensor in added.items()}, path, {"format": "pt"})
 
 
 def join_group_of_one() -> None:

@@ -1,6 +1,6 @@
 /**
  * vLLM as an engine, beyond the contract that all engines pass (engine_contract.test.ts): refits of every layout that its
- * CPU build packs, and the death of any of its processes. `npm run prove vllm` does more of it.
+ * CPU build packs, expert routes, speculation, and the death of any of its processes. `npm run prove vllm` does more of it.
  */
 import { createHash } from 'node:crypto';
 import { readdirSync, readFileSync } from 'node:fs';
@@ -10,22 +10,25 @@ import { setTimeout as sleep } from 'node:timers/promises';
 import { afterEach, beforeEach, describe, expect, test } from 'vitest';
 import { Generator } from '../molt/generator.ts';
 import { logTail } from '../molt/launch.ts';
+import type { Sampling } from '../molt/types.ts';
 import {
   Cell,
   engineOptions,
   hasVllm,
   largestGap,
   promptOf,
+  type TensorTable,
   torch,
   torchMoe,
   VLLM_OPTIONS,
   vllm,
   vllmMoe,
+  vllmMtp,
   vllmUntied,
   writeSegment,
 } from './contract.ts';
 import { EngineClient, type Turn } from './engine_client.ts';
-import { check, crossTogether, openWorld, randomOf } from './interleavings.ts';
+import { askTransformers, check, crossTogether, openWorld, randomOf } from './interleavings.ts';
 
 const START_MS = 120_000;
 const TOLERANCE = 1e-4;
@@ -167,6 +170,107 @@ describe.skipIf(!hasVllm)('a vllm that cannot start', () => {
   );
 });
 
+describe.skipIf(!hasVllm)('speculation of vllm at temperature 0', () => {
+  test.each([
+    { speculation: 'mtp', guesses: 1, hitsAfterRefit: 10 },
+    ...some(
+      { speculation: 'ngram', guesses: 4, hitsAfterRefit: 10 },
+      { speculation: 'draft', guesses: 3, hitsAfterRefit: 0 },
+    ),
+  ])(
+    'by $speculation: each token is the likeliest of its version, and turns end where they would without',
+    async ({ speculation, guesses, hitsAfterRefit }) => {
+      const models = await vllmMtp.makeModels(cell.dir);
+      const options = engineOptions(vllmMtp, models[0], {
+        vllm: {
+          ...VLLM_OPTIONS,
+          speculation,
+          num_speculative_tokens: guesses,
+          draft_model: models[0], // right until the first refit
+        },
+      });
+      const worker = await cell.start({ id: 'engine-0', kind: 'engine', command: vllmMtp.command('engine'), options });
+      const engine = new EngineClient(worker.peer);
+      const greedy = (prompt: ArrayLike<number>, more: Partial<Sampling> = {}) =>
+        engine.generate(prompt, { temperature: 0, max_tokens: 40, ...more });
+      const accepted = async () => (await worker.peer.request('stats', {})).fields.stats.spec_accepted as number;
+
+      // What was said once is asked for again, so that n-grams find it.
+      const first = await Promise.all(Array.from({ length: 8 }, (_, i) => greedy(promptOf(3 + 7 * i, i))));
+      const prompts = first.map(({ prompt, ids }) => [...prompt, ...ids, prompt.at(-1) as number]);
+      const again = await Promise.all(prompts.map((prompt) => greedy(prompt)));
+      for (const { ended, ids } of [...first, ...again]) expect([ended?.reason, ids.length]).toEqual(['length', 40]);
+      expect(await accepted()).toBeGreaterThan(50);
+
+      // Ends inside what one step gave: at the limit, and at a stop id where it comes for the first time.
+      const insides = again.flatMap((turn) => acceptedAt(turn).map((at) => ({ turn, at })));
+      const stops = insides.filter(({ turn: { ids }, at }) => ids.indexOf(ids[at] as number) === at);
+      expect(stops.length).toBeGreaterThan(10);
+      const limited = insides.map(async ({ turn: { prompt, ids }, at }) => {
+        const turn = await greedy(prompt, { max_tokens: at + 1 });
+        expect([turn.ended?.reason, turn.ids]).toEqual(['length', ids.slice(0, at + 1)]);
+      });
+      await Promise.all(limited);
+      const stopped = stops.map(async ({ turn: { prompt, ids }, at }) => {
+        const turn = await greedy(prompt, { stop_token_ids: [ids[at] as number] });
+        expect([turn.ended?.reason, turn.ids]).toEqual(['stop', ids.slice(0, at + 1)]);
+        expect(turn.logprobs.length).toBe(at + 1);
+      });
+      await Promise.all(stopped);
+
+      // Two refits inside a turn, by a trainer that has no layer which guesses.
+      const long = await Promise.all(
+        first.map(({ prompt }) => engine.start(prompt, { temperature: 0, max_tokens: 300 })),
+      );
+      const segments: Record<number, { path: string; tensors: TensorTable }> = {};
+      const probe = promptOf(50, 99);
+      const refit = async (version: number, clear: boolean) => {
+        const path = join(cell.dir, `segment-${version}.bin`);
+        const tensors = writeSegment(models[version % 2] as string, path, (name) => !name.includes('.layers.2.'));
+        segments[version] = { path, tensors };
+        const before = long.map(({ ids }) => ids.length);
+        await engine.until(() => long.every(({ ids }, i) => ids.length > 20 + (before[i] as number)));
+        const { frames } = await engine.pause(version, 'keep', clear);
+        expect([...frames.totals]).toEqual(long.map(({ ids }) => ids.length));
+        await engine.load(version, path, tensors);
+        const scored = await engine.score([Int32Array.from(probe)]);
+        await engine.resume(version);
+        return scored.subarray(1);
+      };
+      const scored = await refit(1, true);
+      const before = await accepted();
+      const between = await Promise.all(prompts.map((prompt) => greedy(prompt)));
+      // Head and embedding of multi-token prediction are the model's own, and so new; its layer is the old one.
+      expect((await accepted()) - before).toBeGreaterThanOrEqual(hitsAfterRefit);
+      await refit(2, false);
+      await engine.until(() => long.every(({ ended }) => ended !== null));
+      expect(long.map(({ ids }) => ids.length)).toEqual(long.map(() => 300));
+      expect(long.map(({ versions }) => new Set(versions).size)).toEqual(long.map(() => 3));
+
+      const turns = [...first, ...again, ...between, ...long];
+      const cases = turns.map(({ prompt, ids, versions }) => {
+        const pieces = [...new Set(versions)].map((version) => ({
+          from: versions.indexOf(version),
+          to: versions.lastIndexOf(version) + 1,
+          version,
+          fresh: version < 2,
+        }));
+        return { prompt: [...prompt], ids, temperature: 1, pieces };
+      });
+      const [start, ...rest] = probe as [number, ...number[]];
+      const whole = { from: 0, to: rest.length, version: 1, fresh: true };
+      cases.push({ prompt: [start], ids: rest, temperature: 1, pieces: [whole] });
+      const judged = await askTransformers({ model: models[0], segments, cases });
+      for (const [i, { ids, logprobs }] of turns.entries()) {
+        expect(ids).toEqual(judged.likeliest[i]);
+        expect(largestGap(logprobs, judged.logprobs[i] as number[])).toBeLessThan(TOLERANCE);
+      }
+      expect(largestGap(scored, judged.logprobs.at(-1) as number[])).toBeLessThan(TOLERANCE);
+    },
+    2 * START_MS,
+  );
+});
+
 describe.skipIf(!hasVllm)('the death of vllm', () => {
   test.each(some('EngineCore', 'worker'))(
     'by a killed %s with 8 requests under way loses none of them and leaves nothing behind',
@@ -219,6 +323,17 @@ describe.skipIf(!hasVllm)('the death of vllm', () => {
     START_MS,
   );
 });
+
+/** Where tokens came that were not the last of their step: they had been guessed. */
+function acceptedAt({ ids, counts }: Turn): number[] {
+  const lasts = new Set<number>();
+  let at = -1;
+  for (const count of counts) {
+    at += count;
+    lasts.add(at);
+  }
+  return [...ids.keys()].filter((k) => !lasts.has(k));
+}
 
 /** Of the process group that a worker leads. */
 function processesOf(group: number): { pid: number; parent: number; name: string }[] {

@@ -59,11 +59,12 @@ from text_stream import TextStream
 from vllm_routes import WANTED, RoutesError, RouteShape, rows_of_output, rows_of_take, write_blob
 from weights import Segment
 
+ROOT = Path(__file__).resolve().parents[1]
 TRANSPORTS = ["file", "nccl", "ipc"]
 CAPABILITIES = {"max_requests": None, "transports": TRANSPORTS, "logprobs": True, "heads": 0, "routes": False}
 MODES = ("keep", "drain", "abort")
 STATS = ("running", "waiting", "tokens", "steps", "prefill_tokens", "cached_tokens", "late_aborts")
-STATS += ("preemptions", "cache_use")
+STATS += ("preemptions", "cache_use", "spec_drafted", "spec_accepted")
 RETRY_AFTER_MS = 50
 EVERY = 2**62  # a handle that none reaches
 GIB = 2**30
@@ -114,26 +115,23 @@ def prepare_environment(options: dict[str, Any]) -> str:
     Before vLLM is imported, here and in its children. Returns the directory of its temporary files, named by
     this process, so that the next engine can remove what one that was killed left behind.
     """
-    vllm = options["vllm"]
+    vllm, cpu = options["vllm"], options["device"] == "cpu"
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     os.environ.setdefault("DO_NOT_TRACK", "1")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
     os.environ["VLLM_WORKER_MULTIPROCESSING_METHOD"] = "spawn"  # in_child
     # A length is checked against the model by options, not here.
     os.environ.setdefault("VLLM_ALLOW_LONG_MAX_MODEL_LEN", "1")
-    if options["device"] == "cpu":
+    # Compiled kernels outlive this process: in its own directory each start would compile them.
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(ROOT / ".cache" / "inductor"))
+    if cpu:
         os.environ["VLLM_TARGET_DEVICE"] = "cpu"
-        os.environ["TORCHDYNAMO_DISABLE"] = (
-            "1"  # small sampling kernels would want a C++ compiler, and wait for it
-        )
         os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+        if not any(shutil.which(name) for name in (os.environ.get("CXX", "g++"), "clang++")):
+            os.environ["TORCHDYNAMO_DISABLE"] = "1"  # sampling has compiled parts, and goes without
         if vllm["tensor_parallel_size"] * vllm["pipeline_parallel_size"] == 1:
             # The worker inside EngineCore: two processes and not three, and half the start-up.
             os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-    else:
-        # Compiled kernels outlive this process: in its own directory each start would compile them.
-        kernels = os.path.join(tempfile.gettempdir(), f"molt-inductor-{os.getuid()}")
-        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", kernels)
     sweep()
     name = os.environ["MOLT_TMP"] = f"{PREFIX}{os.getpid()}-"
     own = tempfile.mkdtemp(prefix=name)
@@ -481,6 +479,9 @@ class Engine:
             stats = step.scheduler_stats
             self.stats["running"], self.stats["waiting"] = stats.num_running_reqs, stats.num_waiting_reqs
             self.stats["cache_use"] = stats.kv_cache_usage
+            if stats.spec_decoding_stats is not None:
+                self.stats["spec_drafted"] += stats.spec_decoding_stats.num_draft_tokens
+                self.stats["spec_accepted"] += stats.spec_decoding_stats.num_accepted_tokens
         self._send(out, int(step.weight_version) if step.weight_version else None)
         if len(self.live) < before:
             self._settle()

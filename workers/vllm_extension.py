@@ -14,7 +14,9 @@ Invariants
      layers half restored, and the front end ends the engine.
   2. One layerwise reload per refit, however many parts the weights came in.
   3. Every parameter of the model is written by every refit, or the refit fails and names those that were not.
-  4. While paused nothing is scheduled but scores, and they leave kept requests and their keys as they were.
+  4. What guesses tokens shares the model's embedding and head (with pipeline_parallel_size 1), and so has the
+     new ones after a refit; its own layers stay as they were at the start, which costs nothing but guesses.
+  5. While paused nothing is scheduled but scores, and they leave kept requests and their keys as they were.
 
 Two weight updates of vLLM's CPU build are wrong without an error, and mended here (`repack_heads`,
 `prepack_experts`); MOLT_VLLM_UNMENDED=1 leaves them as they are, for the test that shows it.
@@ -321,7 +323,7 @@ def is_untrained(name: str, config: Any) -> bool:
     if name == "lm_head.weight":
         return bool(config.tie_word_embeddings)
     parts = name.split(".")
-    if "mtp" in parts:
+    if any(part.startswith("mtp") for part in parts):
         return True
     return "layers" in parts and int(parts[parts.index("layers") + 1]) >= config.num_hidden_layers
 
