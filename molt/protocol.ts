@@ -204,6 +204,7 @@ export const MESSAGES = {
   load_weights: {
     from: 'C',
     to: 'E',
+    // transport: file, nccl, ipc; path: of the segment, of a group (workers/transport.py), of a file of handles
     fields: { version: 'int', source: { transport: 'str', path: 'str' }, tensors: TENSORS, last: 'bool' },
     frames: {},
     reply: { fields: { loaded: 'int', verify_ms: 'float', load_ms: 'float' }, frames: {} },
@@ -265,7 +266,7 @@ export const MESSAGES = {
   push_weights: {
     from: 'C',
     to: 'T',
-    fields: { version: 'int', transport: 'str', path: 'str' },
+    fields: { version: 'int', transport: 'str', path: 'str' }, // as in load_weights; only `file` answers tensors
     frames: {},
     reply: { fields: { tensors: TENSORS, bytes: 'int' }, frames: {} }, // ranks other than 0 answer with an empty list
   },

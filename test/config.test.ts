@@ -310,6 +310,7 @@ describe('refusing', () => {
     ['a switch that is neither, written with =', ['--data.shuffle=no'], /^--data\.shuffle no: must be true or false$/],
     ['old tokens without correction', ['--train.max_staleness', '1'], /need importance correction/],
     ['vllm', ['--engine.kind', 'vllm'], /^--engine\.kind vllm: not available/],
+    ['shared GPU', ['--refit.transport', 'ipc'], /^--refit\.transport ipc.*torch engines know file and nccl only/],
     [
       'a group of one under a group estimator',
       ['--rollout.n_samples_per_prompt', '1'],

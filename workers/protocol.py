@@ -178,6 +178,7 @@ MESSAGES: dict[str, dict[str, Any]] = {
         "to": "E",
         "fields": {
             "version": "int",
+            # file, nccl, ipc; path: of the segment, of a group (transport.py), of a file of handles
             "source": {"transport": "str", "path": "str"},
             "tensors": TENSORS,
             "last": "bool",
@@ -242,6 +243,7 @@ MESSAGES: dict[str, dict[str, Any]] = {
     "push_weights": {
         "from": "C",
         "to": "T",
+        # as in load_weights; only `file` answers tensors
         "fields": {"version": "int", "transport": "str", "path": "str"},
         "frames": {},
         # ranks other than 0 answer with an empty list
