@@ -132,6 +132,7 @@ const SAMPLING = {
 const SPAN = { version: 'int', from: 'int', to: 'int' } as const; // offsets into the turn's sampled ids
 const BLOB = { sha256: 'str', dtype: 'str', shape: ['int'] } as const; // file of that name among the run's blobs
 const TENSORS = [{ name: 'str', dtype: 'str', shape: ['int'], offset: 'int', bytes: 'int', crc32: 'int' }] as const;
+/** transport: file, nccl, ipc; path: of the segment, of a group (workers/transport.py), of a file of handles */
 const SOURCE = { transport: 'str', path: 'str' } as const;
 const ITEM_IDS = { fields: { errors: ['str?'] }, frames: { ids: 'i32', lengths: 'i32' } } as const; // errors[i] null = fine
 
@@ -286,7 +287,7 @@ export const MESSAGES = {
   push_weights: {
     from: 'C',
     to: 'T',
-    fields: { version: 'int', transport: 'str', path: 'str' },
+    fields: { version: 'int', transport: 'str', path: 'str' }, // as in load_weights; only `file` answers tensors
     frames: {},
     reply: { fields: { tensors: TENSORS, bytes: 'int' }, frames: {} }, // ranks other than 0 answer with an empty list
   },

@@ -12,11 +12,15 @@
  *   3. Two files take turns, so that a restarting engine always finds the current version whole; none is written
  *      while an engine joins.
  *   4. An engine samples a version only after it was declared, and each refit reaches every engine that has joined.
- * Engines do not wait for one another: the first that has verified the weights declares the version, and each goes on by
+ * Engines do not wait for one another (except in a broadcast): the first that has verified the weights declares the version, and each goes on by
  * itself. Requests live on across it: what was sampled stays, with the version that sampled it, and the rest comes from the
  * new one. `cache` clear computes the keys of what is there again, by the new weights; keep goes on with the old keys,
- * which no other request may use. Checksums prove the bytes (by the engine, every refit); `score` of two probes against the trainer's logprobs proves
- * their layout (first three refits, then every `verifyEvery`): bytes can be right and layout wrong.
+ * which no other request may use. Checksums prove the bytes (by the engine, every refit); `score` of two probes against
+ * the trainer's logprobs proves their layout (first three refits, then every `verifyEvery`): bytes can be right and layout
+ * wrong.
+ * With transport nccl or ipc the load takes the same bytes from the trainer's memory, by the table of the file, which is
+ * then only for engines that join: the trainer may have stepped on, and a run that waits for its last engine must not wait
+ * for the next refit. A broadcast (broadcast.ts) ties its engines together: they load at once, and fail together.
  * Called by loop.ts after an optimizer step. Talks to engines and trainer ranks (protocol.ts: push_weights, pause,
  * stage_weights, load_weights, score, resume). Elsewhere called weight sync, update_weights, broadcast.
  */

@@ -309,6 +309,7 @@ describe('refusing', () => {
     ['a switch that is neither', ['--data.shuffle', 'yes'], /^--data\.shuffle yes: must be true or false$/],
     ['a switch that is neither, written with =', ['--data.shuffle=no'], /^--data\.shuffle no: must be true or false$/],
     ['old tokens without correction', ['--train.max_staleness', '1'], /need importance correction/],
+    ['shared GPU', ['--refit.transport', 'ipc'], /^--refit\.transport ipc.*torch engines know file and nccl only/],
     [
       'a group of one under a group estimator',
       ['--rollout.n_samples_per_prompt', '1'],

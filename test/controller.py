@@ -18,6 +18,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +32,18 @@ WAIT_S = 120
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
 
 
+@dataclass
+class Turn:
+    ids: list[int]
+    logprobs: list[float]
+    versions: list[int]
+    reason: str | None
+
+
 class Worker:
-    def __init__(self, controller: Controller, file: str, id: str, options: dict[str, Any]):
+    def __init__(
+        self, controller: Controller, file: str, id: str, options: dict[str, Any], env: dict[str, str]
+    ):
         self.controller, self.id, self.options = controller, id, options
         self.log = controller.directory / f"{id}.log"
         self.peer = b""
@@ -49,7 +60,7 @@ class Worker:
                 stdout=log,
                 stderr=log,
                 start_new_session=True,
-                env=os.environ | ENVIRONMENT,
+                env=os.environ | ENVIRONMENT | env,
             )
         assert self.process.stdin
         self.process.stdin.write(b'{"secret": "s"}\n')
@@ -112,6 +123,39 @@ class Worker:
         reply = self.request("score", {}, frames)
         return reply.fields["version"], reply.frames["logprobs"].copy()
 
+    def start_turn(self, prompt: list[int], **sampling: Any) -> int:
+        """The handle of a request at temperature 1, nothing filtered."""
+        every = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "max_tokens": 32, "seed": 7}
+        every |= {"stop": [], "stop_token_ids": []}
+        fields = {"rollout_id": "r", "attempt": 0, "turn": 0, "session_id": "s", "already": 0}
+        fields |= {"want_text": False, "heads": 0, "want_routes": False, "sampling": every | sampling}
+        return self.request("generate", fields, {"prompt": np.array(prompt, np.int32)}).fields["handle"]
+
+    def turn(self, handle: int, until_tokens: int | None = None) -> Turn:
+        """What has come of a request once it has ended, or has that many tokens."""
+
+        def is_there() -> bool:
+            now = self._turn(handle)
+            return now.reason is not None or (until_tokens is not None and len(now.ids) >= until_tokens)
+
+        self.controller.until(is_there, f"{self.id} does not end {handle}", self)
+        return self._turn(handle)
+
+    def _turn(self, handle: int) -> Turn:
+        turn = Turn([], [], [], None)
+        for event in self.events:
+            ends = np.cumsum(event.frames["counts"])
+            for i, of in enumerate(event.frames["handles"]):
+                if of == handle:
+                    part = slice(ends[i] - event.frames["counts"][i], ends[i])
+                    turn.ids += event.frames["ids"][part].tolist()
+                    turn.logprobs += event.frames["logprobs"][part].tolist()
+                    turn.versions += [event.fields["version"]] * int(event.frames["counts"][i])
+            for ended in event.fields["ended"]:
+                if ended["handle"] == handle:
+                    turn.reason = ended["reason"]
+        return turn
+
     def pause(self, epoch: int) -> protocol.Message:
         return self.request("pause", {"epoch": epoch, "mode": "keep", "clear_cache": True})
 
@@ -133,8 +177,8 @@ class Controller:
         self.endpoint = f"tcp://127.0.0.1:{port}"
         self.workers: dict[str, Worker] = {}
 
-    def start(self, file: str, id: str, options: dict[str, Any]) -> Worker:
-        self.workers[id] = Worker(self, file, id, options)
+    def start(self, file: str, id: str, options: dict[str, Any], **env: str) -> Worker:
+        self.workers[id] = Worker(self, file, id, options, env)
         return self.workers[id]
 
     def until(self, condition, what: str, worker: Worker, wait_s: float = WAIT_S) -> None:
@@ -188,7 +232,7 @@ def trainer_options(model: str, directory: Path, **changes: Any) -> dict[str, An
 def engine_options(model: str, **changes: Any) -> dict[str, Any]:
     sizes = {"max_requests": 16, "max_len": 256, "prefill_tokens": 128}
     base = {"model_path": model, "device": "cpu", "dtype": "float32", "seed": 0} | sizes
-    vllm = {
+    vllm: dict[str, Any] = {
         "enable_prefix_caching": True,
         "enforce_eager": False,
         "tensor_parallel_size": 1,
@@ -207,7 +251,7 @@ def engine_options(model: str, **changes: Any) -> dict[str, Any]:
     return base | {"vllm": vllm | changes.pop("vllm", {})} | changes
 
 
-def train_one(trainer: Worker, step: int, rows: list[list[int]]) -> None:
+def train_one(trainer: Worker, step: int, rows: list[list[int]], lr: float = 0.01) -> None:
     """An optimizer step that moves every weight that the rows reach."""
     count = sum(len(row) for row in rows)
     mask = np.concatenate([np.arange(len(row)) > 0 for row in rows]).astype(np.uint8)
@@ -228,6 +272,6 @@ def train_one(trainer: Worker, step: int, rows: list[list[int]]) -> None:
         "is_high": 5.0,
     }
     fields = {"step": step, "version": step, "micro_batches": [list(range(len(rows)))], "packed": True}
-    fields |= {"denominators": {"tokens": float(mask.sum())}, "lr": 0.01, "temperature": 1.0, "loss": loss}
+    fields |= {"denominators": {"tokens": float(mask.sum())}, "lr": lr, "temperature": 1.0, "loss": loss}
     reply = trainer.request("run", fields)
     assert reply.fields["maxima"]["skipped"] == 0

@@ -83,6 +83,7 @@ SAMPLING = {
 }
 SPAN = {"version": "int", "from": "int", "to": "int"}  # offsets into the turn's sampled ids
 BLOB = {"sha256": "str", "dtype": "str", "shape": ["int"]}  # file of that name among the run's blobs
+# transport: file, nccl, ipc; path: of the segment, of a group (transport.py), of a file of handles
 SOURCE = {"transport": "str", "path": "str"}
 TENSORS = [{"name": "str", "dtype": "str", "shape": ["int"], "offset": "int", "bytes": "int", "crc32": "int"}]
 ITEM_IDS = {  # errors[i] null = fine
@@ -257,6 +258,7 @@ MESSAGES: dict[str, dict[str, Any]] = {
     "push_weights": {
         "from": "C",
         "to": "T",
+        # as in load_weights; only `file` answers tensors
         "fields": {"version": "int", "transport": "str", "path": "str"},
         "frames": {},
         # ranks other than 0 answer with an empty list

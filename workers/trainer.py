@@ -238,6 +238,8 @@ class Trainer:
             self.table, size = write_segment(path, hub_tensors(self.model), write=dist.get_rank() == 0)
             return {"tensors": self.table, "bytes": size}
         self.shared = []
+        if self.device != "cpu":
+            torch.cuda.ipc_collect()  # what engines have let go of
         if kind == "ipc" and not path:
             return {"tensors": [], "bytes": 0}
         if self.table is None:
