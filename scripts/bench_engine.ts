@@ -1,5 +1,5 @@
 /**
- * What the vLLM engine costs beside vLLM, and where the time of a refit goes:   npx tsx scripts/bench_engine.ts [speed|refit]
+ * What the vLLM engine costs beside vLLM, and where the time of a refit goes:   npx tsx scripts/bench_engine.ts [speed|refit [SIZE]]
  *
  *   speed   worker over the wire  |  AsyncLLM in one program  |  torch engine over the wire     in turn, round by round
  *   refit   trainer.py --file--> engine, through refit.ts, while the engine samples;  memcpy of as many bytes in between
@@ -316,7 +316,7 @@ async function keepSampling(generator: Generator, i: number, run: { isOver: bool
 async function measureRefits(cell: Cell): Promise<Record<string, number>> {
   const out: Record<string, number> = {};
   for (const [size, shape] of Object.entries(SIZES)) {
-    if (process.env.ONLY && process.env.ONLY !== size) continue;
+    if (onlySize !== undefined && onlySize !== size) continue;
     const model = makeModel(join(cell.dir, size), shape);
     for (const kind of [torch, vllm]) {
       const all = await measureRefit(cell, `${kind.name}-${size}`, kind, model);
@@ -357,7 +357,7 @@ function round(value: number): number {
 
 if (!hasVllm) process.exit(1); // contract.ts has said why
 const cell = await Cell.open();
-const part = process.argv[2];
+const [part, onlySize] = process.argv.slice(2);
 try {
   const speed = part === 'refit' ? {} : await measureSpeed(cell);
   const refit = part === 'speed' ? {} : await measureRefits(cell);
