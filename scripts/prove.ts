@@ -20,6 +20,7 @@ import { existsSync, mkdtempSync, readdirSync, readFileSync, rmSync } from 'node
 import { tmpdir } from 'node:os';
 import { join } from 'node:path';
 import { loadConfig } from '../molt/config.ts';
+import { pythonCommand } from '../molt/launch.ts';
 import {
   Cell,
   vllm as dense,
@@ -228,6 +229,8 @@ async function vllm([count = '20']: readonly string[]): Promise<boolean> {
   }
   const tests = await vitest(['test/engine_contract.test.ts', 'test/vllm.test.ts', '-t', 'vllm']);
   console.log(`contract, refits, routes and deaths: ${tests.passed} passed, ${tests.failed} failed`);
+  const python = await pytest(['test/test_transport.py', 'test/test_gpu.py', 'test/test_vllm_routes.py']);
+  console.log(`broadcast, routes and the script of the GPU checks: ${python.summary}`);
   const worlds = [dense, vllmUntied, vllmMoe].flatMap((kind) =>
     (['clear', 'keep'] as const).map((cache): WorldSpec => ({ kind, cache, count: Number(count) })),
   );
@@ -257,7 +260,20 @@ async function vllm([count = '20']: readonly string[]): Promise<boolean> {
   console.log(
     `prove vllm: ${tests.passed} tests, ${tests.failed} failed; ${tally(all)}; three runs ${learns ? 'learn' : 'DO NOT learn'}`,
   );
-  return tests.failed === 0 && tests.passed > 0 && worst <= MISMATCH_MAX && learns;
+  return tests.failed === 0 && tests.passed > 0 && python.isGood && worst <= MISMATCH_MAX && learns;
+}
+
+/** As `vitest` below. */
+async function pytest(files: readonly string[]): Promise<{ isGood: boolean; summary: string }> {
+  const [python = ''] = pythonCommand('engine_vllm.py');
+  const env = { ...process.env, MOLT_VLLM: 'all', OMP_NUM_THREADS: '1', HF_HUB_OFFLINE: '1' };
+  const args = ['-m', 'pytest', '-c', 'workers/pyproject.toml', '--rootdir', '.', '-q', ...files];
+  const child = spawn(python, args, { env });
+  let out = '';
+  for (const stream of [child.stdout, child.stderr]) stream.on('data', (data: Buffer) => (out += data.toString()));
+  const code = await new Promise<number | null>((resolve) => child.on('close', resolve));
+  if (code !== 0) console.log(out);
+  return { isGood: code === 0, summary: out.trim().split('\n').at(-1) ?? '' };
 }
 
 /** Tests in full, where the daily ones do a part. */

@@ -11,6 +11,7 @@ rank of a communicator from each.
 """
 
 import importlib.util
+import os
 from pathlib import Path
 from typing import Any
 
@@ -206,6 +207,7 @@ def test_a_broadcast_between_two_gpus(tmp_path):
 
 
 @needs_vllm
+@pytest.mark.skipif(os.environ.get("MOLT_VLLM") != "all", reason="half a minute: npm run prove vllm")
 def test_the_same_life_on_the_cpu_build(tmp_path):
     model = make_model("dense_tied", tmp_path / "model", seed=1)
     check_life(tmp_path, model, "cpu", Bounds(1e-4, 2e-5), ["file", "nccl"])
