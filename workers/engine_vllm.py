@@ -100,7 +100,7 @@ def prepare_environment(options: dict[str, Any]) -> str:
     if options["device"] == "cpu":
         os.environ["VLLM_TARGET_DEVICE"] = "cpu"
         os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
-        # Of vLLM's own processes: huge pages for what a refit allocates and packs anew, a third of its time.
+        # Of vLLM's own processes: huge pages for what a refit allocates and packs anew.
         os.environ.setdefault("GLIBC_TUNABLES", "glibc.malloc.hugetlb=1")
         if vllm["tensor_parallel_size"] * vllm["pipeline_parallel_size"] == 1:
             # The worker inside EngineCore: two processes and not three, and half the start-up.
