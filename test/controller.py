@@ -13,10 +13,13 @@ test_gpu.py.
 from __future__ import annotations
 
 import contextlib
+import glob
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -108,6 +111,11 @@ class Worker:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
+        mine = f"molt-tmp-{self.process.pid}-*"  # removed as launch.ts does
+        for path in glob.glob(f"{tempfile.gettempdir()}/{mine}"):
+            shutil.rmtree(path)
+        for path in glob.glob(f"/dev/shm/*{mine}"):
+            os.unlink(path)
 
     def words(self) -> str:
         return self.log.read_text(errors="replace")[-3000:]

@@ -33,7 +33,7 @@ from transformers import (
 )
 
 # And dense_tied_odd, with a vocabulary of odd size.
-KINDS = ("dense_tied", "dense_untied", "moe", "llama", "mtp")
+KINDS = ("dense_tied", "dense_untied", "moe", "llama")  # that the trainer knows; mtp is for engines
 SPECIALS = [
     "<|endoftext|>",
     "<|im_start|>",

@@ -129,7 +129,7 @@ def prepare_environment(options: dict[str, Any]) -> str:
         os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
         if not any(shutil.which(name) for name in (os.environ.get("CXX", "g++"), "clang++")):
             os.environ["TORCHDYNAMO_DISABLE"] = "1"  # sampling has compiled parts, and goes without
-        # Of vLLM's own processes: huge pages for what a refit allocates and packs anew, a third of its time.
+        # Of vLLM's own processes: huge pages for what a refit allocates and packs anew.
         os.environ.setdefault("GLIBC_TUNABLES", "glibc.malloc.hugetlb=1")
         if vllm["tensor_parallel_size"] * vllm["pipeline_parallel_size"] == 1:
             # The worker inside EngineCore: two processes and not three, and half the start-up.
