@@ -52,9 +52,9 @@ from typing import Any
 
 import numpy as np
 
-from request_checks import check_generate, check_rows, check_transport
+from request_checks import SEED_MASK, check_generate, check_rows, check_transport
 from runtime import Request, Runtime, WorkerError, bad_request, fatal, unsupported
-from sampling import mixed_seed
+from sampling import mixed_seeds
 from text_stream import TextStream
 from vllm_routes import WANTED, RoutesError, RouteShape, rows_of_output, rows_of_take, write_blob
 from weights import Segment
@@ -353,7 +353,7 @@ class Engine:
             top_p=s["top_p"],
             top_k=s["top_k"],
             max_tokens=s["max_tokens"],
-            seed=mixed_seed(s["seed"], 0 if self._seeds_by_position else already),
+            seed=mixed_seeds([s["seed"] & SEED_MASK], [0 if self._seeds_by_position else already])[0],
             stop_token_ids=s["stop_token_ids"],
             ignore_eos=True,  # what ends a turn is said by stop_token_ids
             detokenize=False,

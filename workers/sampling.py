@@ -37,11 +37,10 @@ def mix(x: np.ndarray) -> np.ndarray:
     return x ^ (x >> np.uint64(31))
 
 
-def mixed_seed(seed: int, index: int) -> int:
-    """A seed of 63 bits for a generator that has its own state, unrelated for every (seed, index)."""
-    with np.errstate(over="ignore"):
-        one = mix(np.array([seed & (2**64 - 1)], dtype=np.uint64) + GOLDEN)
-        return int(mix(one + np.uint64(index) * GOLDEN)[0]) & (2**63 - 1)
+def mixed_seeds(seeds: list[int], indexes: list[int]) -> list[int]:
+    """Seeds of 63 bits for generators that have their own state, unrelated for every (seed, index)."""
+    of_seed = mix(np.array(seeds, dtype=np.uint64) + GOLDEN)
+    return (mix(of_seed + np.array(indexes, dtype=np.uint64) * GOLDEN) >> np.uint64(1)).tolist()
 
 
 def sample(

@@ -44,7 +44,7 @@ from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.request_queue import create_request_queue
 from vllm.v1.core.sched.scheduler import Scheduler
 
-from sampling import mixed_seed
+from sampling import mixed_seeds
 from transport import check_table, gpu_name, map_shared, receive
 from vllm_routes import RouteStore
 from weights import Segment, WeightsError, verify_segment
@@ -229,10 +229,11 @@ def seed_by_position(runner: Any) -> None:
         return out
 
     def sample(*args: Any, **kwargs: Any):
-        batch = runner.input_batch
-        for row, generator in batch.generators.items():
-            seed = runner.requests[batch.req_ids[row]].sampling_params.seed
-            generator.manual_seed(mixed_seed(seed, int(batch.num_tokens_no_spec[row])))
+        batch, generators = runner.input_batch, runner.input_batch.generators
+        seeds = [runner.requests[batch.req_ids[row]].sampling_params.seed for row in generators]
+        positions = batch.num_tokens_no_spec[list(generators)].tolist()
+        for generator, seed in zip(generators.values(), mixed_seeds(seeds, positions), strict=True):
+            generator.manual_seed(seed)
         return draw(*args, **kwargs)
 
     runner._update_states, runner._sample = update_states, sample
