@@ -10,7 +10,7 @@
  * `direct` asks AsyncLLM for each token when it is there, as the worker sends it; `direct_final` for the whole alone.
  *
  * Refit: SIZES of random fp32 weights, one trainer rank, one engine. stage = the trainer writes; check = the engine verifies
- * the bytes; pause = until it stands still, which is the rest of a step; load, resume: it stands still; verify = the layout,
+ * the bytes, and builds what it can ahead; pause = until it stands still, which is the rest of a step; load, resume: it stands still; verify = the layout,
  * by `score`, in the first refits only. Medians over the others. refit_vs_memcpy_500mb = bytes per second of the trainer's
  * writing / of a warm memcpy in one thread, both while the engine samples. paused_share = load and resume / whole refit.
  *

@@ -235,7 +235,8 @@ async function vllm([count = '20']: readonly string[]): Promise<boolean> {
     'vllm',
   ]);
   console.log(`contract, refits, routes and deaths: ${tests.passed} passed, ${tests.failed} failed`);
-  const python = await pytest(['test/test_transport.py', 'test/test_gpu.py', 'test/test_vllm_routes.py']);
+  const names = ['transport', 'gpu', 'vllm_routes', 'vllm_shadow'];
+  const python = await pytest(names.map((name) => `test/test_${name}.py`));
   console.log(`broadcast, routes and the script of the GPU checks: ${python.summary}`);
   const worlds = [dense, vllmUntied, vllmMoe].flatMap((kind) =>
     (['clear', 'keep'] as const).map((cache): WorldSpec => ({ kind, cache, count: Number(count) })),

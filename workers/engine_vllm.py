@@ -17,7 +17,8 @@ Invariants
   5. What EngineCore is told (add, abort, pause, load, resume) leaves in the order in which it was asked for.
   6. No process of vLLM outlives this one, and what a killed one leaves in /tmp and /dev/shm bears its name.
   7. Staged weights are verified here, in a thread, since EngineCore stands still in every call of a worker
-     process; those map the file themselves, and find it in the pause where it is not what was verified.
+     process; those map the file themselves, and find it in the pause where it is not what was verified. On a
+     CPU they build the new weights beside the live ones meanwhile (vllm_shadow.py).
   8. When EngineCore or a worker process of vLLM is gone, or weights failed half-way, this process exits 1.
 
 Options: {model_path, device, dtype, max_requests, max_len, prefill_tokens, seed, blob_dir?, vllm: {...}};
@@ -66,6 +67,7 @@ MODES = ("keep", "drain", "abort")
 STATS = ("running", "waiting", "tokens", "steps", "prefill_tokens", "cached_tokens", "late_aborts")
 STATS += ("preemptions", "cache_use", "spec_drafted", "spec_accepted")
 RETRY_AFTER_MS = 50
+BUILD_POLL_S = 0.01
 EVERY = 2**62  # a handle that none reaches
 GIB = 2**30
 CPU_CACHE_GIB = 1
@@ -623,6 +625,7 @@ class Engine:
             try:
                 if self._staged is None or self._staged[0] != fields:
                     self._staged = fields, await asyncio.to_thread(self._verify, fields)
+                    await self._build(self._staged[1])
                 self._staged[1].check()
             except Exception as error:
                 raise fatal(f"Cannot stage version {fields['version']}: {error}") from error
@@ -634,6 +637,14 @@ class Engine:
         segment, tensors = Segment.verify(fields["source"]["path"], fields["tensors"])
         check_names(self.model_path, self.llm.model_config.hf_config, tensors)
         return segment
+
+    async def _build(self, segment: Segment) -> None:
+        """The new weights beside those that sample, where vLLM's processes can (vllm_shadow.py)."""
+        args = (segment.path, segment.table, segment.stamp)
+        if not any(await self.llm.collective_rpc("molt_build", args=args)):
+            return
+        while not all(await self.llm.collective_rpc("molt_is_built")):
+            await asyncio.sleep(BUILD_POLL_S)
 
     async def load_weights(self, fields: dict[str, Any]) -> dict[str, Any]:
         """The reply. Raises `fatal` on any mismatch: the engine is not to be used any more."""

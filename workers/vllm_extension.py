@@ -12,7 +12,8 @@ Invariants
      here or ahead by the front end (then the file is looked at once more after its last byte was read); what
      comes from the trainer's memory is verified before it is loaded, tensor by tensor. A later error leaves
      layers half restored, and the front end ends the engine.
-  2. One layerwise reload per refit, however many parts the weights came in.
+  2. One layerwise reload per refit, however many parts the weights came in. On a CPU it is of a shadow, while
+     the model samples (vllm_shadow.py).
   3. Every parameter of the model is written by every refit, or the refit fails and names those that were not.
   4. What guesses tokens shares the model's embedding and head (with pipeline_parallel_size 1), and so has the
      new ones after a refit; its own layers stay as they were at the start, which costs nothing but guesses.
@@ -26,6 +27,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -47,6 +49,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from sampling import mixed_seeds
 from transport import check_table, gpu_name, map_shared, receive
 from vllm_routes import RouteStore
+from vllm_shadow import Shadow, why_no_room, why_not
 from weights import Segment, WeightsError, verify_segment
 
 BACKEND = "molt"
@@ -134,40 +137,49 @@ class MoltTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
         self.staged: dict[str, torch.Tensor] = {}
         self.segment: Segment | None = None  # whose bytes the front end verified
         self.incoming: Iterable[tuple[str, torch.Tensor]] | None = None  # instead: received while loading
-        self.uncovered: dict[str, torch.nn.Parameter] = {}
+        self.shadow: Shadow | None = None
+        self.is_built = False  # the shadow holds what was staged
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
         pass
 
     def start_weight_update(self) -> None:
-        self.uncovered = dict(self.model.named_parameters())  # a tied one once, under its first name
-        initialize_layerwise_reload(self.model)
+        pass
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
-        # Tensors of one layer come together, so that memory stays one layer deep: by sorted names, or in the
-        # order of the trainer, which gathers layer by layer.
-        model: Any = self.model
-        tensors = self.incoming
-        if tensors is None:
-            tensors = ((name, self.staged[name]) for name in sorted(self.staged))
-        loaded = model.load_weights(tensors)
-        for name in loaded or ():
-            self.uncovered.pop(name, None)
+        if self.is_built and self.shadow is not None:
+            self.shadow.put()
+        else:
+            self.reload(self.model, by_layer(self.staged) if self.incoming is None else self.incoming)
+
+    def reload(self, model: Any, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """
+        Tensors of one layer come together, so that memory stays one layer deep: by sorted names, or in the
+        order of the trainer, which gathers layer by layer.
+        """
+        uncovered = dict(model.named_parameters())  # a tied one once, under its first name
+        initialize_layerwise_reload(model)
+        for name in model.load_weights(tensors) or ():
+            uncovered.pop(name, None)
+        finalize_layerwise_reload(model, self.model_config)
+        if uncovered:
+            raise WeightsError(f"No tensor reached {', '.join(sorted(uncovered))}")
+        if not UNMENDED:
+            repack_heads(model)
 
     def finish_weight_update(self) -> None:
-        finalize_layerwise_reload(self.model, self.model_config)
-        self.staged, self.incoming = {}, None  # lets go of the mapped file, or of the trainer's memory
+        self.staged, self.incoming, self.is_built = {}, None, False  # lets go of the mapped file, too
         if torch.cuda.is_available():
             torch.cuda.synchronize()  # once we have answered the trainer may write there
         if self.segment is not None:
             self.segment.check()
-        if self.uncovered:
-            raise WeightsError(f"No tensor reached {', '.join(sorted(self.uncovered))}")
-        if not UNMENDED:
-            repack_heads(self.model)
 
     def shutdown(self) -> None:
         pass
+
+
+def by_layer(tensors: dict[str, torch.Tensor]) -> list[tuple[str, torch.Tensor]]:
+    return sorted(tensors.items(), key=lambda item: item[0])
 
 
 def repack_heads(model: torch.nn.Module) -> None:
@@ -248,6 +260,11 @@ class WorkerExtension:
             seed_by_position(self.model_runner)
             if not UNMENDED:
                 prepack_experts()
+            why = why_not(self.model_runner.model)
+            if why is None:
+                self.weight_transfer_engine.shadow = Shadow(self.model_runner.model)
+            else:
+                print(f"Refits load while the engine stands still: {why}", file=sys.stderr, flush=True)
         return {"pid": os.getpid(), "gpu": gpu_name(self.device) if self.device.type == "cuda" else None}
 
     def molt_routes_install(self: Any) -> dict[str, Any]:
@@ -272,6 +289,11 @@ class WorkerExtension:
         transfer.segment = Segment(path, table, tuple(stamp)) if stamp else None
         if transfer.segment is not None:
             transfer.segment.check()
+        transfer.is_built = bool(transfer.shadow and transfer.shadow.holds((path, table, stamp)))
+        if transfer.is_built:
+            return 1000 * (time.perf_counter() - started)
+        if transfer.shadow is not None:
+            transfer.shadow.drop()
         tensors = verify_segment(path, table, check_sums=transfer.segment is None)
         twice = sorted(tensors.keys() & transfer.staged.keys())
         if twice:
@@ -281,12 +303,39 @@ class WorkerExtension:
             check_names(self.model_config.model, self.model_config.hf_config, transfer.staged)
         return 1000 * (time.perf_counter() - started)
 
+    def molt_build(self: Any, path: str, table: list[dict], stamp: list[int]) -> bool:
+        """Begin to build the weights of a verified segment beside the live ones. False where it cannot."""
+        transfer: MoltTransfer = self.weight_transfer_engine
+        if transfer.shadow is None:
+            return False
+        transfer.shadow.drop()
+        why = why_no_room(sum(entry["bytes"] for entry in table))
+        if why is not None:
+            print(f"This refit loads while the engine stands still: {why}", file=sys.stderr, flush=True)
+            return False
+        segment = Segment(path, table, tuple(stamp))
+
+        def load(model: torch.nn.Module) -> None:
+            transfer.reload(model, by_layer(verify_segment(path, table, check_sums=False)))
+            segment.check()
+
+        transfer.shadow.build((path, table, stamp), load)
+        return True
+
+    def molt_is_built(self: Any) -> bool:
+        """Whether no build runs. One that failed did no harm: the refit loads in the pause."""
+        shadow = self.weight_transfer_engine.shadow
+        has_ended, why = shadow.outcome() if shadow else (True, None)
+        if why is not None:
+            print(f"This refit loads while the engine stands still: {why}", file=sys.stderr, flush=True)
+        return has_ended
+
     def molt_expect(self: Any, transport: str, path: str, table: list[dict]) -> float:
         """The update takes its tensors from there while it runs, each verified before it is loaded."""
         transfer: MoltTransfer = self.weight_transfer_engine
         if transfer.staged:
             raise WeightsError(f"Transport {transport} brings all weights at once, parts came before")
-        transfer.segment = None
+        transfer.segment, transfer.is_built = None, False
         dtypes = check_table(table)
         sent = {
             entry["name"]: torch.empty(entry["shape"], dtype=dtypes[entry["name"]], device="meta")
