@@ -264,10 +264,16 @@ describe.skipIf(!hasVllm)('speculation of vllm at temperature 0', () => {
       const whole = { from: 0, to: rest.length, version: 1, fresh: true };
       cases.push({ prompt: [start], ids: rest, temperature: 1, pieces: [whole] });
       const judged = await askTransformers({ model: models[0], segments, cases });
+      let undecided = 0;
       for (const [i, { ids, logprobs }] of turns.entries()) {
-        expect(ids).toEqual(judged.likeliest[i]);
-        expect(largestGap(logprobs, judged.logprobs[i] as number[])).toBeLessThan(TOLERANCE);
+        const isDecided = (_: unknown, k: number) => judged.decided[i]?.[k] === true; // else after a tie of experts
+        const of = (all: readonly number[] | undefined) => (all ?? []).filter(isDecided);
+        undecided += ids.length - ids.filter(isDecided).length;
+        expect(of(ids)).toEqual(of(judged.likeliest[i]));
+        const gap = largestGap(of(logprobs), of(judged.logprobs[i]));
+        expect(gap).toBeLessThan(TOLERANCE);
       }
+      expect(undecided).toBeLessThan(0.1 * turns.reduce((sum, { ids }) => sum + ids.length, 0));
       expect(largestGap(scored, judged.logprobs.at(-1) as number[])).toBeLessThan(TOLERANCE);
     },
     2 * START_MS,
