@@ -166,6 +166,7 @@ class Shadow:
     def _forget(self) -> None:
         self._thread, self._error, self._built = None, None, None
         for module, twin in self._twins.items():
+            get_layerwise_info(twin).reset()  # of a load that failed half-way
             twin.__dict__.clear()
             twin.__dict__.update(module.__dict__)
             children = {name: child and self._twins[child] for name, child in module._modules.items()}
