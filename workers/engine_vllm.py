@@ -38,6 +38,7 @@ import os
 import re
 import shutil
 import signal
+import socket
 import sys
 import tempfile
 import time
@@ -150,6 +151,7 @@ def in_child() -> None:
     """In EngineCore and vLLM's workers, which are spawned and so run this file first."""
     memory: Any = shared_memory
     memory._SHM_NAME_PREFIX = "/" + os.environ["MOLT_TMP"]
+    memory._SHM_SAFE_NAME_LENGTH = len(memory._SHM_NAME_PREFIX) + 8  # 14 is what some systems end at
     if sys.platform == "linux":  # they go on for ever otherwise (seen after 70 s)
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
         if os.getppid() == 1:
@@ -226,6 +228,10 @@ def speculative_config(vllm: dict[str, Any]) -> dict[str, Any] | None:
 # ---- The engine ----
 
 
+class RankLostError(Exception):
+    """A worker process of vLLM is gone."""
+
+
 class Engine:
     """Lives on one event loop. Coroutines raise WorkerError."""
 
@@ -277,6 +283,8 @@ class Engine:
         await self.core.set_weight_version_async("0")
         ranks = await self.llm.collective_rpc("molt_start")
         self.gpus = [rank["gpu"] for rank in ranks if rank["gpu"]]  # those that another process could share
+        here = [rank["pid"] for rank in ranks if rank["host"] == socket.gethostname()]
+        self._ranks = here if len(ranks) > 1 else []  # a single one is EngineCore
         if self._blob_dir is not None:
             os.makedirs(self._blob_dir, exist_ok=True)
             try:
@@ -308,6 +316,20 @@ class Engine:
         """EngineCore's messages, for ever. Raises EngineDeadError when it is gone."""
         while True:
             self._on_step(await self.core.get_output_async())
+
+    async def watch_ranks(self) -> None:
+        """
+        For ever. Raises RankLostError when a worker process of vLLM on this machine is gone: EngineCore says
+        so once it has ended the others, which wait for that one (12 s were seen).
+        """
+        loop, gone = asyncio.get_running_loop(), asyncio.Event()
+        for pid in self._ranks if sys.platform == "linux" else []:
+            try:
+                loop.add_reader(os.pidfd_open(pid), gone.set)
+            except ProcessLookupError:
+                gone.set()
+        await gone.wait()
+        raise RankLostError
 
     def _do(self, op: Callable[[], Awaitable[None]]) -> None:
         self._ops.put_nowait(op)
@@ -781,7 +803,12 @@ class Server:
         self.runtime.notify = lambda: loop.call_soon_threadsafe(self.arrived.set)
         tasks = {
             asyncio.create_task(work)
-            for work in (self.serve(), self.engine.read_outputs(), self.engine.run_ops())
+            for work in (
+                self.serve(),
+                self.engine.read_outputs(),
+                self.engine.run_ops(),
+                self.engine.watch_ranks(),
+            )
         }
         done, rest = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         for task in rest:
@@ -900,8 +927,12 @@ async def serve(runtime: Runtime, options: dict[str, Any]) -> None:
             ranks=config.parallel_config.world_size * config.parallel_config.data_parallel_size,
         )
         await Server(runtime, engine).run()
-    finally:
+    except RankLostError:
+        raise  # and no shutdown, which would wait: what is left dies with this process
+    except BaseException:
         llm.shutdown()
+        raise
+    llm.shutdown()
 
 
 def main() -> None:
@@ -915,7 +946,7 @@ def main() -> None:
         asyncio.run(serve(runtime, options))
     except Exception as error:  # noqa: BLE001 at this edge of the process
         # vLLM's own traceback stands above; ours would only say that the engine is dead.
-        if type(error).__name__ == "EngineDeadError":
+        if isinstance(error, RankLostError) or type(error).__name__ == "EngineDeadError":
             print(
                 f"vLLM's engine is gone: {root_cause() or 'its process was killed'}",
                 file=sys.stderr,

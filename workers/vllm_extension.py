@@ -27,6 +27,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import sys
 import time
 from collections.abc import Iterable
@@ -265,7 +266,8 @@ class WorkerExtension:
                 self.weight_transfer_engine.shadow = Shadow(self.model_runner.model)
             else:
                 print(f"Refits load while the engine stands still: {why}", file=sys.stderr, flush=True)
-        return {"pid": os.getpid(), "gpu": gpu_name(self.device) if self.device.type == "cuda" else None}
+        gpu = gpu_name(self.device) if self.device.type == "cuda" else None
+        return {"pid": os.getpid(), "host": socket.gethostname(), "gpu": gpu}
 
     def molt_routes_install(self: Any) -> dict[str, Any]:
         """Before the first request. Raises RoutesError where this engine can give no routes."""
