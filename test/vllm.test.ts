@@ -103,13 +103,13 @@ describe.skipIf(!hasVllm)('refits of vllm', () => {
 });
 
 describe.skipIf(!hasVllm)('expert routes of vllm', () => {
-  test(
-    'come with the ending of a turn, as a blob with a row for every token that ran; a pause waits for them',
-    async () => {
-      const [model] = await vllmMoe.makeModels(cell.dir);
+  test.each(some({ kind: vllmMoe }, { kind: vllmMoeTwo }))(
+    'of $kind.name come with the ending of a turn, as a blob with a row for every token that ran; a pause waits for them',
+    async ({ kind }) => {
+      const [model] = await kind.makeModels(cell.dir);
       const blobs = join(cell.dir, 'blobs');
-      const options = engineOptions(vllmMoe, model, { blob_dir: blobs });
-      const worker = await cell.start({ id: 'engine-0', kind: 'engine', command: vllmMoe.command('engine'), options });
+      const options = engineOptions(kind, model, { blob_dir: blobs });
+      const worker = await cell.start({ id: 'engine-0', kind: 'engine', command: kind.command('engine'), options });
       const engine = new EngineClient(worker.peer);
       const read = (turn: Turn): Uint8Array => {
         const { routes } = turn.ended as NonNullable<Turn['ended']>;
