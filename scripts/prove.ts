@@ -32,7 +32,7 @@ import {
   vllmMoe,
   vllmUntied,
 } from '../test/contract.ts';
-import { check, crossings, type Findings, interleave, openWorld, randomOf } from '../test/interleavings.ts';
+import { check, cross, type Findings, interleave, openWorld, randomOf } from '../test/interleavings.ts';
 import { chaos, type Part } from './chaos.ts';
 import { accounting } from './prove_accounting.ts';
 import { readBlocks, runBlock, workingCopy } from './readme_blocks.ts';
@@ -200,7 +200,7 @@ async function interleavings(worlds: readonly WorldSpec[]): Promise<Findings[]> 
     try {
       const world = await openWorld(cell, kind, { name: 'prove', cache, numEngines: 2 });
       const random = randomOf(count);
-      await crossings(world, random);
+      await cross(world, random, [1, 1, 1]);
       for (let i = 0; i < count; i++) await interleave(world, random, i % KILL_EVERY === 0);
       const found = await check(world, MISMATCH_MAX);
       all.push(found);

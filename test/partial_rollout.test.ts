@@ -5,7 +5,7 @@
  */
 import { afterAll, beforeAll, describe, expect, test } from 'vitest';
 import { Cell, type Kind, simulated, torch, torchMoe } from './contract.ts';
-import { check, crossings, type Findings, interleave, openWorld, randomOf, type World } from './interleavings.ts';
+import { check, cross, type Findings, interleave, openWorld, randomOf, type World } from './interleavings.ts';
 
 const TOLERANCE = 1e-4;
 
@@ -32,7 +32,7 @@ describe.each([
       'every token is of the version that its span names',
       async () => {
         const random = randomOf(17);
-        await crossings(world, random);
+        await cross(world, random, [1, 1, 1]);
         for (let i = 0; i < count; i++) await interleave(world, random, killEvery > 0 && i % killEvery === 0);
         const found = await check(world, TOLERANCE);
         expect(found.worst).toBeLessThan(TOLERANCE);

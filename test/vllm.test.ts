@@ -30,7 +30,7 @@ import {
   writeSegment,
 } from './contract.ts';
 import { EngineClient, type Turn } from './engine_client.ts';
-import { askTransformers, check, crossTogether, openWorld, randomOf } from './interleavings.ts';
+import { askTransformers, check, cross, openWorld, randomOf } from './interleavings.ts';
 
 const START_MS = 120_000;
 const TOLERANCE = 1e-4;
@@ -63,9 +63,9 @@ describe.skipIf(!hasVllm)('refits of vllm', () => {
     'three in a row under 16 requests with $kind.name and refit.cache $cache: each token is of its version',
     async ({ kind, cache }) => {
       const world = await openWorld(cell, kind, { name: 'refits', cache, numEngines: 1 });
-      await crossTogether(world, randomOf(3), 16, 3);
+      await cross(world, randomOf(3), [16, 0, 0]);
       const found = await check(world, TOLERANCE);
-      expect(found.crossed).toEqual([undefined, undefined, undefined, 16]);
+      expect(found.crossed[3]).toBeGreaterThanOrEqual(16);
       expect(found.worst).toBeLessThan(TOLERANCE);
       expect(found.telling).toBeGreaterThan(0.8 * found.boundaries);
       await world.close();
