@@ -198,7 +198,9 @@ async function interleavings(worlds: readonly WorldSpec[]): Promise<Findings[]> 
   for (const { kind, cache, count } of worlds) {
     const cell = await Cell.open();
     try {
-      const world = await openWorld(cell, kind, { name: 'prove', cache, numEngines: 2 });
+      // Both ways into an engine: weights that it staged while it sampled, and weights that it first sees in the pause.
+      const staged = cache === 'keep' ? { stageFromBytes: 0 } : {};
+      const world = await openWorld(cell, kind, { name: 'prove', cache, numEngines: 2, ...staged });
       const random = randomOf(count);
       await cross(world, random, [1, 1, 1]);
       for (let i = 0; i < count; i++) await interleave(world, random, i % KILL_EVERY === 0);

@@ -88,7 +88,7 @@ export interface World {
 export async function openWorld(
   cell: Cell,
   kind: Kind,
-  args: { name: string; cache: Cache; numEngines: number },
+  args: { name: string; cache: Cache; numEngines: number; stageFromBytes?: number },
 ): Promise<World> {
   const { name, cache, numEngines } = args;
   const [model] = await kind.makeModels(cell.dir);
@@ -134,6 +134,7 @@ export async function openWorld(
     tolerance: 1e-4,
     cache,
     deadlineMs: 60_000,
+    ...(args.stageFromBytes !== undefined && { stageFromBytes: args.stageFromBytes }),
   });
   refit.probes = PROBES;
   await engines;
