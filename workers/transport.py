@@ -181,9 +181,7 @@ class Group:
             options._timeout = wait
             own = own_address(address.host, address.port)
             options._devices = [c10d.ProcessGroupGloo.create_device(hostname=own)]
-            self.backend: Any = self._made(
-                lambda: c10d.ProcessGroupGloo(store, rank, address.size, options)
-            )
+            self.backend: Any = self._made(lambda: c10d.ProcessGroupGloo(store, rank, address.size, options))
         else:
             options = c10d.ProcessGroupNCCL.Options()
             options._timeout = wait + timedelta(seconds=LINGER_S)
