@@ -15,7 +15,13 @@
  */
 import { orFailure } from './failure.ts';
 import type { Engine } from './generator.ts';
+import { RemoteError } from './protocol.ts';
 import type { Trainer } from './trainer.ts';
+
+interface Waiting {
+  readonly resolve: (address: string) => void;
+  readonly reject: (error: Error) => void;
+}
 
 export class Broadcast {
   readonly #trainer: Trainer;
@@ -24,7 +30,7 @@ export class Broadcast {
   readonly #bucketBytes: number;
   readonly #deadline: number;
   readonly #missing: Set<Engine>; // neither standing still nor lost
-  readonly #ready = new Map<Engine, (address: string) => void>(); // in the order of ranks
+  readonly #ready = new Map<Engine, Waiting>(); // stand still; in the order of ranks
   readonly #stop = new AbortController();
   #break: (error: Error) => void = () => {};
   readonly #orBroken: <T>(work: Promise<T>) => Promise<T>;
@@ -55,16 +61,17 @@ export class Broadcast {
 
   /** This engine stands still. Resolves with the address for its `load_weights` when all others do, or are gone. */
   enter(engine: Engine): Promise<string> {
-    const address = new Promise<string>((resolve) => this.#ready.set(engine, resolve));
+    const address = new Promise<string>((resolve, reject) => this.#ready.set(engine, { resolve, reject }));
     this.#missing.delete(engine);
     this.#startWhenComplete();
     return address;
   }
 
-  /** This engine is lost or will be killed. May be called twice, and for one that never came. */
+  /** This engine is lost or will be killed. May be called twice, and for one that has no part in it. */
   leave(engine: Engine, why: Error): void {
     if (this.#missing.delete(engine)) this.#startWhenComplete();
-    else this.#fail(new Error(`the broadcast of weights broke: ${engine.worker.spec.id}: ${why.message}`));
+    else if (this.#ready.has(engine))
+      this.#fail(new Error(`the broadcast of weights broke: ${engine.worker.spec.id}: ${why.message}`));
   }
 
   /** The answer of an engine that receives, or why there will be none. */
@@ -78,7 +85,13 @@ export class Broadcast {
   }
 
   #startWhenComplete(): void {
-    if (this.#missing.size === 0 && this.#ready.size > 0) this.ended = this.#start();
+    if (this.#missing.size > 0) return;
+    for (const [engine, { reject }] of this.#ready) {
+      if (!engine.peer.isLost) continue;
+      this.#ready.delete(engine);
+      reject(new RemoteError('lost', `${engine.worker.spec.id} was lost while it stood still`));
+    }
+    if (this.#ready.size > 0) this.ended = this.#start();
   }
 
   async #start(): Promise<void> {
@@ -88,7 +101,7 @@ export class Broadcast {
       const address = (rank: number) => this.#address(rank, size);
       const sending = this.#trainer.sendWeights(this.#version, 'nccl', address(0), this.#stop.signal);
       let rank = 1;
-      for (const [i, resolve] of [...this.#ready.values()].entries()) {
+      for (const [i, { resolve }] of [...this.#ready.values()].entries()) {
         resolve(address(rank));
         rank += sizes[i] as number;
       }

@@ -129,6 +129,8 @@ async function checkPython(options: Options): Promise<Finding[]> {
   const answer = await askPython(program, PROBE, [...pins.keys()]);
   if (typeof answer === 'string') return [problem('python', `${name}: ${answer}`)];
   const said = answer as Probed;
+  if (!Array.isArray(said?.version))
+    return [problem('python', `${name}: is no working Python (it printed ${oneLine(JSON.stringify(answer))})`)];
   const version = said.version.join('.');
   const [major = 0, minor = 0] = said.version;
   if (major < PYTHON_NEEDED[0] || (major === PYTHON_NEEDED[0] && minor < PYTHON_NEEDED[1]))

@@ -23,9 +23,19 @@ export function pythonProgram(own = ''): string | null {
 }
 
 /** Runs `code`, which prints JSON. Resolves to what it printed, or to a text that says why it could not. Never rejects. */
-export function askPython(program: string, code: string, args: readonly string[] = []): Promise<unknown> {
+export function askPython(
+  program: string,
+  code: string,
+  args: readonly string[] = [],
+  answerMs = ANSWER_MS,
+): Promise<unknown> {
   return new Promise((done) => {
-    const child = spawn(program, ['-c', code, ...args], { stdio: ['ignore', 'pipe', 'pipe'], timeout: ANSWER_MS });
+    // A group of its own, and not waited for beyond its time: a wrapper that is ended leaves what it started.
+    const child = spawn(program, ['-c', code, ...args], { stdio: ['ignore', 'pipe', 'pipe'], detached: true });
+    const timer = setTimeout(() => {
+      done(`does not answer within ${answerMs / 1000} s`);
+      if (child.pid !== undefined) killGroup(child.pid);
+    }, answerMs);
     let out = '';
     let errors = '';
     child.stdout.on('data', (data: Buffer) => {
@@ -34,10 +44,12 @@ export function askPython(program: string, code: string, args: readonly string[]
     child.stderr.on('data', (data: Buffer) => {
       errors += data.toString();
     });
-    child.on('error', (error: NodeJS.ErrnoException) =>
-      done(error.code === 'ENOENT' ? 'no such program' : `cannot be started: ${error.message}`),
-    );
+    child.on('error', (error: NodeJS.ErrnoException) => {
+      clearTimeout(timer);
+      done(error.code === 'ENOENT' ? 'no such program' : `cannot be started: ${error.message}`);
+    });
     child.on('close', (code, signal) => {
+      clearTimeout(timer);
       try {
         done(JSON.parse(out));
       } catch {
@@ -46,6 +58,14 @@ export function askPython(program: string, code: string, args: readonly string[]
       }
     });
   });
+}
+
+function killGroup(pid: number): void {
+  try {
+    process.kill(-pid, 'SIGKILL');
+  } catch {
+    // all of it has ended by itself
+  }
 }
 
 // ---- vLLM ----

@@ -10,7 +10,7 @@
  *      longer than the deadline is killed: no token is ever sampled from mixed or misplaced weights. A new process takes
  *      its place, from the same file.
  *   3. Two files take turns, so that a restarting engine always finds the current version whole; none is written
- *      while an engine joins.
+ *      while an engine joins. That version, and not the one after it, is what a failed refit leaves to those that join.
  *   4. An engine samples a version only after it was declared, and each refit reaches every engine that has joined.
  * Engines do not wait for one another (except in a broadcast): the first that has verified the weights declares the version, and each goes on by
  * itself. Requests live on across it: what was sampled stays, with the version that sampled it, and the rest comes from the
@@ -101,7 +101,8 @@ export class Refit {
   readonly #members = new Set<Engine>(); // joined: every refit reaches them
   readonly #joins = new Set<Promise<void>>(); // in progress; none while a file is written
   #probes: readonly Int32Array[] = [];
-  #staged: Staged | null = null; // null = engines have what they loaded from the model directory
+  #staged: Staged | null = null; // what a new engine gets; null = nothing but what it loaded from the model directory
+  #declared: Staged | null = null; // of it, what engines sample from: that of `version`
   #version = 0;
   #refits = 0;
   #broadcasts = 0;
@@ -160,7 +161,8 @@ export class Refit {
       try {
         return await this.#gaps(this.#generator.engines, expected);
       } catch (error) {
-        if (!(error instanceof RemoteError && error.type === 'lost')) throw error; // another one takes its place
+        const isGone = error instanceof RemoteError && (error.type === 'lost' || error.type === 'deadline');
+        if (!isGone) throw error; // else another one takes its place
       }
     }
   }
@@ -169,14 +171,24 @@ export class Refit {
     let sum = 0;
     let max = 0;
     for (const engine of engines) {
-      const { frames } = await engine.peer.request('score', {}, flatRows(this.#probes));
-      for (const [k, value] of frames.logprobs.entries()) {
+      for (const [k, value] of (await this.#scores(engine)).entries()) {
         const gap = Math.abs(value - (expected[k] as number));
         sum += gap;
         max = Number.isNaN(gap) ? Number.NaN : Math.max(max, gap);
       }
     }
     return { mean: sum / (expected.length * engines.length), max };
+  }
+
+  /** Of the probes. An engine that does not answer is killed. */
+  async #scores(engine: Engine): Promise<Float32Array> {
+    const left = { deadlineMs: this.#deadlineMs };
+    try {
+      return (await engine.peer.request('score', {}, flatRows(this.#probes), left)).frames.logprobs;
+    } catch (error) {
+      if (error instanceof RemoteError && error.type === 'deadline') await this.#kill(engine, error, 'to score');
+      throw error;
+    }
   }
 
   /**
@@ -208,10 +220,14 @@ export class Refit {
     const writtenAt = performance.now();
     const engines = [...this.#members].filter(({ peer }) => !peer.isLost);
     const deadline = performance.now() + this.#deadlineMs;
-    const way = await this.#way(engines, staged, deadline);
+    const way = await this.#way(engines, staged, deadline).catch((error: Error) => {
+      this.#staged = this.#declared;
+      throw error;
+    });
     const results = await Promise.all(engines.map((engine) => this.#refit(engine, staged, deadline, way)));
     await way.broadcast?.ended;
-    if (way.transport === 'ipc') await this.#trainer.sendWeights(version, 'ipc', ''); // lets go of the memory
+    // Lets go of the memory. A trainer that is lost has let go, and is no failure of what engines have taken.
+    if (way.transport === 'ipc') await this.#trainer.sendWeights(version, 'ipc', '').catch(() => {});
     await this.#verifiedByNewEngine(version);
     const took = results.filter((result) => result.ok);
     return {
@@ -283,9 +299,11 @@ export class Refit {
   }
 
   /** The first engine that has verified the new weights makes them the current version. Late ones change nothing. */
-  #verifiedBy(engine: Engine, { version, tensors, bytes }: Staged): void {
+  #verifiedBy(engine: Engine, staged: Staged): void {
+    const { version, tensors, bytes } = staged;
     if (version !== this.#version + 1) return;
     this.#version = version;
+    this.#staged = this.#declared = staged;
     this.#refits++;
     this.#onDeclared({
       version,
@@ -330,18 +348,21 @@ export class Refit {
       const outcome = new Promise<void>((resolve) => {
         this.#onJoin = resolve;
       });
-      await this.#stage(version).catch((error: Error) => {
-        if (this.#version !== version) throw error; // a new engine has taken the file before: the refit is over
-      });
+      await this.#stage(version);
       if (this.#version !== version) await Promise.race([outcome, this.#generator.failed]);
     }
   }
 
-  /** From here on `version` is what a joining engine gets. */
+  /**
+   * From here on `version` is what a joining engine gets. When it fails they get the declared one: nobody may declare a
+   * version outside of its refit, which is tried again.
+   */
   #stage(version: number): Promise<Staged> {
     const stage = async () => {
       const path = join(this.#dir, `segment-${version % 2}.bin`);
       await Promise.allSettled([...this.#joins]);
+      if (this.#declared && version === this.#version) return this.#declared; // one of these has taken it
+      this.#staged = this.#declared;
       const { tensors } = await this.#trainer.pushWeights(version, path);
       const due = this.#refits < ALWAYS_VERIFIED || version % this.#verifyEvery === 0;
       const expected = due ? await this.#trainer.logprobs(this.#probes, 1) : null;
@@ -417,14 +438,12 @@ export class Refit {
   }
 
   /** Its requests go on elsewhere. One that does not answer says first where it hangs. */
-  async #kill(engine: Engine, error: Error): Promise<void> {
+  async #kill(engine: Engine, error: Error, toDo = 'to take weights'): Promise<void> {
     this.#members.delete(engine);
     const type = error instanceof RemoteError ? error.type : null;
     if (type === 'lost') return; // generator.ts knows
     const isHung = type === 'deadline';
-    const why = isHung
-      ? `took longer than refit.deadline_s, ${this.#deadlineMs / 1000} s, to take weights`
-      : error.message;
+    const why = isHung ? `took longer than refit.deadline_s, ${this.#deadlineMs / 1000} s, ${toDo}` : error.message;
     await this.#generator.kill(engine, why, isHung);
   }
 }

@@ -860,6 +860,11 @@ describe('an environment', () => {
       /is no working Python \(exit 127: libpython is missing\)$/,
     ),
     python(
+      'with something that prints for Python',
+      () => script('prints', 'echo 5'),
+      /^--launch\.python .*prints: is no working Python \(it printed 5\)$/,
+    ),
+    python(
       'with an old Python',
       () => script('old-python', `echo '{"version": [3, 9, 2], "packages": {}}'`),
       /^--launch\.python .*: is Python 3\.9\.2, needed is 3\.11 or newer$/,

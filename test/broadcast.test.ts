@@ -90,7 +90,7 @@ async function open() {
     await Promise.all([...generator.engines].map((engine) => cell.launcher.kill(engine.worker)));
     await Promise.all(ranks.map((rank) => cell.launcher.kill(rank)));
   };
-  return { refit, train, healed, killed, close };
+  return { refit, train, healed, killed, trainer, close };
 }
 
 test(
@@ -128,6 +128,47 @@ test(
     expect(times.pauseMs).toBeLessThan(DEADLINE_MS);
     expect(killed).toEqual([first.worker.spec.id]);
     expect(second.peer.isLost).toBe(false);
+    await healed();
+  },
+  LIMIT_MS,
+);
+
+test(
+  'an engine that is lost while another one has not paused has no part in the group: the other takes the weights',
+  async () => {
+    const { refit, train, healed, killed } = world;
+    const [first, second] = await healed();
+    killed.length = 0;
+    await train();
+    const version = refit.version + 1;
+    process.kill(second.worker.pid, 'SIGSTOP');
+    const push = refit.push();
+    await vi.waitUntil(() => first.paused, { timeout: DEADLINE_MS, interval: 1 });
+    process.kill(first.worker.pid, 'SIGKILL');
+    await first.peer.lost;
+    process.kill(second.worker.pid, 'SIGCONT');
+    const times = await push;
+    expect([refit.version, times.took, times.engines]).toEqual([version, 1, 2]);
+    expect([killed, second.peer.isLost]).toEqual([[], false]);
+    await healed();
+  },
+  LIMIT_MS,
+);
+
+test(
+  'a broadcast that is called off before the trainer has begun with it leaves its ranks together',
+  async () => {
+    const { refit, train, healed, trainer } = world;
+    await healed();
+    const written = trainer.pushWeights(0, join(cell.dir, 'other'));
+    const stop = new AbortController();
+    const address = `tcp://${trainer.store}/none?size=2&rank=0&bucket=65536&timeout=60`;
+    const sent = trainer.sendWeights(0, 'nccl', address, stop.signal);
+    stop.abort();
+    await expect(sent).rejects.toThrow('was cancelled');
+    await written;
+    await train();
+    expect(await refit.push()).toMatchObject({ took: 2, engines: 2 });
     await healed();
   },
   LIMIT_MS,

@@ -8,8 +8,9 @@ import { crc32 } from 'node:zlib';
 import { afterAll, beforeAll, describe, expect, test, vi } from 'vitest';
 import type { Engine, TurnRequest, TurnResult } from '../molt/generator.ts';
 import { Generator } from '../molt/generator.ts';
+import type { Worker } from '../molt/launch.ts';
 import { Refit } from '../molt/refit.ts';
-import { flatRows, type TensorTable, Trainer } from '../molt/trainer.ts';
+import { flatRows, type TensorTable, Trainer, TrainerLost } from '../molt/trainer.ts';
 import type { Json, Sample, Sampling } from '../molt/types.ts';
 import { Cell, corruptLast, engineOptions, type Kind, simulated, startRanks, swapLayout, torch } from './contract.ts';
 
@@ -19,8 +20,10 @@ type Damage = (path: string, table: TensorTable) => TensorTable;
 class LeakyTrainer extends Trainer {
   damage: Damage | null = null;
   slow: () => Promise<unknown> = async () => {};
+  before: () => Promise<unknown> = async () => {};
   tensors: TensorTable = []; // of the last push
   override async pushWeights(version: number, path: string) {
+    await this.before();
     const pushed = await super.pushWeights(version, path);
     this.tensors = pushed.tensors;
     await this.slow();
@@ -102,7 +105,7 @@ async function openRefit(
     await Promise.all([...generator.engines].map((engine) => cell.launcher.kill(engine.worker)));
     await Promise.all(ranks.map((rank) => cell.launcher.kill(rank)));
   };
-  return { generator, refit, trainer, train, events, close };
+  return { generator, refit, trainer, train, events, ranks, close };
 }
 
 async function until(condition: () => boolean): Promise<void> {
@@ -263,6 +266,22 @@ describe.each([simulated, torch])('refit with $name workers', (kind: Kind) => {
   );
 
   test.runIf(isCheap)(
+    'an engine that hangs in the parity at the start is killed after the deadline, and its successor is asked',
+    async () => {
+      const script = { failures: [{ worker: 'engine-stuck0', what: 'stall', on: 'score', nth: 1 }] };
+      const { refit, generator, events, close } = await open('stuck', { deadlineMs: 500, script });
+      const print = vi.spyOn(process.stderr, 'write').mockReturnValue(true);
+      expect((await refit.parity()).max).toBeLessThanOrEqual(1e-5);
+      const printed = print.mock.calls.map(([text]) => text).join('');
+      print.mockRestore();
+      expect(printed).toContain('engine-stuck0 took longer than refit.deadline_s, 0.5 s, to score and is killed');
+      expect([events.includes('engine_killed'), generator.restarts]).toEqual([true, 1]);
+      await close();
+    },
+    kind.startMs,
+  );
+
+  test.runIf(isCheap)(
     'an engine killed between refits comes back with the current version',
     async () => {
       const { refit, train, generator, close } = await open('killed');
@@ -384,6 +403,23 @@ describe('an engine that joins during a refit', () => {
     expect(refit.version).toBe(2);
     await expect.poll(() => generator.engines.length).toBe(1);
     expect((await refit.parity()).max).toBeLessThanOrEqual(1e-5);
+    await close();
+  });
+
+  test('does not make the version of a refit that failed, which is tried again', async () => {
+    // The engine dies as it loads, the trainer before it writes the weights for the next one.
+    const exits = { worker: 'engine-again0', what: 'exit', on: 'load_weights', nth: 1 };
+    const { refit, train, trainer, generator, ranks, close } = await openRefit(cell, simulated, model, 'again', {
+      script: { failures: [exits] },
+    });
+    await train();
+    let pushes = 0;
+    trainer.before = async () => ++pushes === 2 && cell.launcher.kill(ranks[0] as Worker);
+    await expect(refit.push()).rejects.toBeInstanceOf(TrainerLost);
+    await expect.poll(() => generator.engines.length).toBe(1);
+    expect(refit.version).toBe(0);
+    const { spans } = await generator.generate(request('r'));
+    expect(spans.map(({ version }) => version)).toEqual([0]);
     await close();
   });
 

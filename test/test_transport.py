@@ -8,6 +8,7 @@ import zlib
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from controller import Controller, Worker, engine_options, train_one, trainer_options
 from tiny_models import make_model
 
@@ -191,6 +192,34 @@ def test_a_broadcast_that_loses_an_engine_ends_and_the_trainer_goes_on(how, tmp_
         assert trainer.wait(sent).kind == "ok"
         assert np.abs(third.score(ROWS)[1] - logprobs(trainer)).max() <= 1e-4
         train_one(trainer, 1, ROWS)
+
+
+def test_an_engine_lost_before_the_group_is_made_holds_the_trainer_only_until_it_is_called_off(tmp_path):
+    model = make_model("dense_tied", tmp_path / "model", seed=1)
+    with Controller(tmp_path) as controller:
+        trainer = controller.start("trainer.py", "trainer-0", trainer_options(model, tmp_path))
+        engine = controller.start("engine_torch.py", "engine-0", engine_options(model))
+        for worker in (trainer, engine):
+            worker.ready()
+        push = {"version": 1, "transport": "file", "path": str(tmp_path / "segment")}
+        table = trainer.request("push_weights", push).fields["tensors"]
+        for version, timeout, is_cancelled in ((1, 30, True), (2, 2, False)):
+            # This process says that it is there, and goes no further.
+            where = Address.parse(address(trainer, version, 2, 1, 65536, timeout))
+            server = dist.TCPStore(where.host, where.port, is_master=False, wait_for_workers=False)
+            dist.PrefixStore(where.name, server).set("here-1", "")
+            sent, _ = broadcast(trainer, [], version, table, timeout=timeout, more=1)
+            if is_cancelled:
+                with pytest.raises(AssertionError, match="does not answer push_weights"):
+                    trainer.wait(sent, 1)
+                trainer.ask("cancel", {"request": sent})
+            answer = trainer.wait(sent, 10)
+            assert (answer.kind, answer.fields["type"]) == ("error", "failed")
+        engine.pause(3)
+        sent, (load,) = broadcast(trainer, [engine], 3, table)
+        assert engine.wait(load).fields["loaded"] == len(table)
+        assert trainer.wait(sent).kind == "ok"
+        assert np.abs(engine.score(ROWS)[1] - logprobs(trainer)).max() <= 1e-4
 
 
 def test_an_engine_that_receives_other_bytes_than_the_table_says_ends(tmp_path):

@@ -1,6 +1,7 @@
 """Weights: hub names out of a sharded model, through a file, into a plain one; damage is refused."""
 
 import os
+import resource
 import struct
 import zlib
 
@@ -124,6 +125,19 @@ def test_same_size_reuses_the_file_and_another_size_replaces_its_end(models, tmp
     table, size = write_segment(path, iter(smaller))
     assert os.path.getsize(path) == size
     assert torch.equal(verify_segment(path, table)["a"], smaller[0][1])
+
+
+def test_a_file_grows_to_the_last_byte_there_is_room_for_and_one_without_room_is_named(tmp_path):
+    tensors = [(f"t{i}", torch.full((1024,), float(i))) for i in range(5)]  # 4 KiB each
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)  # in place of a full disk
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (5 * 4096, limits[1]))
+        assert write_segment(str(tmp_path / "fits"), tensors)[1] == 5 * 4096
+        resource.setrlimit(resource.RLIMIT_FSIZE, (5 * 4096 - 1, limits[1]))
+        with pytest.raises(OSError, match="toolarge"):
+            write_segment(str(tmp_path / "toolarge"), tensors)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
 def test_tensors_lie_at_multiples_of_64_and_do_not_overlap(segment):

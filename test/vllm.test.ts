@@ -162,12 +162,14 @@ describe.skipIf(!hasVllm)('a vllm that cannot start', () => {
       },
       { attention_backend: 'NOPE', says: /--engine\.attention_backend NOPE: Unknown attention backend/ },
       { kv_cache_gb: 0.0001, says: /--engine\.kv_cache_gb 0\.0001: To serve at least one request/ },
+      // Positions beyond the model's have no rotation there: their logits would be NaN.
+      { max_len: 4096, says: /--engine\.max_len 4096: .*max_position_embeddings=2048/ },
     ),
   )(
     'says why in one line: $says',
-    async ({ says, ...more }) => {
+    async ({ says, max_len = 512, ...more }) => {
       const [model] = await vllm.makeModels(cell.dir);
-      const options = engineOptions(vllm, model, { vllm: { ...VLLM_OPTIONS, ...more } });
+      const options = engineOptions(vllm, model, { vllm: { ...VLLM_OPTIONS, ...more }, max_len });
       const spec = { id: 'engine-0', kind: 'engine', command: vllm.command('engine'), options } as const;
       const worker = cell.launcher.start(spec);
       expect((await worker.exited).code).toBe(4);

@@ -3,7 +3,7 @@
  * they have a vLLM are shell scripts here, so that this runs without one; where one is installed, it is asked too.
  */
 import { execFileSync } from 'node:child_process';
-import { mkdirSync, mkdtempSync, readFileSync, rmSync, writeFileSync } from 'node:fs';
+import { existsSync, mkdirSync, mkdtempSync, readFileSync, rmSync, writeFileSync } from 'node:fs';
 import { tmpdir } from 'node:os';
 import { join } from 'node:path';
 import { afterAll, afterEach, beforeAll, describe, expect, test, vi } from 'vitest';
@@ -282,12 +282,25 @@ describe('the interpreter of this repository', () => {
     });
   });
 
+  test('is not waited for beyond its time, whatever it has started', async () => {
+    const wrapper = join(dir, 'wrap per');
+    writeFileSync(wrapper, '#!/bin/sh\nsleep 30 & echo $! >"$0.pid"\nwait\n', { mode: 0o755 });
+    expect(await askPython(wrapper, '', [], 300)).toBe('does not answer within 0.3 s');
+    const pid = Number(readFileSync(`${wrapper}.pid`, 'utf8'));
+    await expect.poll(() => isAlive(pid)).toBe(false);
+  });
+
   test('says when it has none', async () => {
     execFileSync(pythonProgram() ?? '', ['-m', 'venv', '--without-pip', join(dir, 'empty')]);
     expect(await findVllm(join(dir, 'empty/bin/python'))).toBeNull();
     expect(await findVllm('/no/python')).toBeUndefined();
   });
 });
+
+/** A zombie is none. */
+function isAlive(pid: number): boolean {
+  return existsSync(`/proc/${pid}`) && !/^\d+ \(.*\) Z/.test(readFileSync(`/proc/${pid}/stat`, 'utf8'));
+}
 
 function isInstalled(): boolean {
   const code = 'import importlib.util, sys; sys.exit(importlib.util.find_spec("vllm") is None)';

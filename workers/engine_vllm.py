@@ -77,11 +77,12 @@ PREFIX = (
 )
 PR_SET_PDEATHSIG = 1
 LOG_BYTES = 256 * 1024  # of the end of the log, in which the cause of a failure is looked for
-NAMED = (
-    "attention_backend",
-    "moe_backend",
-    "draft_model",
-)  # options whose value vLLM quotes where it refuses it
+NAMED = {  # options by what vLLM quotes where it refuses their value
+    "attention_backend": "{}",
+    "moe_backend": "{}",
+    "draft_model": "{}",
+    "max_len": "max_model_len ({})",
+}
 
 
 @dataclass(eq=False)
@@ -123,8 +124,6 @@ def prepare_environment(options: dict[str, Any]) -> str:
     os.environ.setdefault("DO_NOT_TRACK", "1")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
     os.environ["VLLM_WORKER_MULTIPROCESSING_METHOD"] = "spawn"  # in_child
-    # A length is checked against the model by options, not here.
-    os.environ.setdefault("VLLM_ALLOW_LONG_MAX_MODEL_LEN", "1")
     # Compiled kernels outlive this process: in its own directory each start would compile them.
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(ROOT / ".cache" / "inductor"))
     if cpu:
@@ -895,8 +894,9 @@ async def serve(runtime: Runtime, options: dict[str, Any]) -> None:
     try:
         config = AsyncEngineArgs(**engine_args(options)).create_engine_config()
     except (OSError, ValueError, TypeError) as error:
-        named = [key for key in NAMED if vllm[key] and str(vllm[key]) in str(error)]
-        runtime.refuse_input(f"--engine.{named[0]} {vllm[named[0]]}: {error}" if named else error)
+        values = vllm | {"max_len": options["max_len"]}
+        named = [key for key in NAMED if values[key] and NAMED[key].format(values[key]) in str(error)]
+        runtime.refuse_input(f"--engine.{named[0]} {values[named[0]]}: {error}" if named else error)
     try:
         llm = AsyncLLM(
             vllm_config=config,

@@ -7,7 +7,7 @@ The worker runtime: what every Python worker is made of, whatever it computes.
 Invariants
   1. Exactly one thread touches the socket. Others append to a queue and wake it through a socket pair.
   2. Every request handed out gets exactly one reply; one cancelled or expired while queued is answered here
-     and never seen by the work thread.
+     and never seen by the work thread. Where `withdraws` is false it runs, and finds itself cancelled.
   3. `seq` is given in the order of sending, under one lock, and only to messages that could be packed.
   4. The process and its group end when the parent does (end-of-file on stdin) and when the link is lost:
      there is no reconnecting, a new process says hello.
@@ -118,6 +118,7 @@ class Runtime:
         self.options: dict[str, Any] = {}
         self.incarnation = -1
         self.stats: dict[str, float] = {}  # the work thread publishes here; goes out with heartbeats
+        self.withdraws = True  # false: what other processes run together with this one must run here, too
         # Called by the I/O thread when something came in, for a work thread that does not sleep in `receive`.
         self.notify: Callable[[], object] = lambda: None
         self._letter = LETTERS[worker_kind]
@@ -453,7 +454,7 @@ class Runtime:
     def _cancel(self, request_id: int) -> None:
         with self._arrived:
             request = self._unanswered.get(request_id)
-            queued = request is not None and request in self._queue
+            queued = self.withdraws and request is not None and request in self._queue
             if request is not None and queued:
                 self._queue.remove(request)
                 del self._unanswered[request_id]

@@ -8,7 +8,8 @@ arrival.
 
 Invariants
   1. Ranks run the same collectives: as many micro-batches each (an empty one is a dummy of one token with
-     loss 0), and a request is checked before its first collective, so a refused one changed nothing.
+     loss 0), and a request is checked before its first collective, so a refused one changed nothing. One
+     that is called off before it began is run as by the others.
   2. FSDP averages gradients over ranks; the loss of a micro-batch is its share of the global loss times the
      number of ranks. The gradient is that of the global loss whatever the split into micro-batches and
      ranks, and the layout.
@@ -398,6 +399,7 @@ def main(runtime: Runtime) -> None:
     except (ModelError, OSError, ValueError) as error:
         runtime.refuse_input(error)
     trainer.stats = runtime.stats
+    runtime.withdraws = False
     if options["rank"] == 0:
         store = transport.open_store(transport.own_address(*runtime.controller))
         runtime.ready(**trainer.info(), store=f"{store.host}:{store.port}")

@@ -30,9 +30,11 @@ from __future__ import annotations
 import json
 import os
 import socket
+import threading
 import time
 import zlib
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -170,7 +172,7 @@ class Group:
             address.host, address.port, is_master=False, wait_for_workers=False, timeout=wait
         )
         store = dist.PrefixStore(address.name, server)
-        # All must be there before the constructor, which cannot be withdrawn.
+        # All must be there before they connect, which cannot be withdrawn.
         store.set(f"here-{rank}", "")
         everyone = [f"here-{r}" for r in range(address.size)]
         self._until(lambda: store.check(everyone), "for all to come")
@@ -179,11 +181,25 @@ class Group:
             options._timeout = wait
             own = own_address(address.host, address.port)
             options._devices = [c10d.ProcessGroupGloo.create_device(hostname=own)]
-            self.backend: Any = c10d.ProcessGroupGloo(store, rank, address.size, options)
+            self.backend: Any = self._made(lambda: c10d.ProcessGroupGloo(store, rank, address.size, options))
         else:
             options = c10d.ProcessGroupNCCL.Options()
             options._timeout = wait + timedelta(seconds=LINGER_S)
             self.backend = c10d.ProcessGroupNCCL(store, rank, address.size, options)
+
+    def _made(self, make: Callable[[], Any]) -> Any:
+        """In a thread of its own: it waits for all, and one that is lost now never comes."""
+        made: Future[Any] = Future()
+
+        def work() -> None:
+            try:
+                made.set_result(make())
+            except RuntimeError as error:
+                made.set_exception(TransferError(f"Not all could connect: {first_line(error)}"))
+
+        threading.Thread(target=work, name="connect", daemon=True).start()
+        self._until(made.done, "for all to connect")
+        return made.result()
 
     def broadcast(self, buffer: torch.Tensor) -> Any:
         """From rank 0. Returns at once; see `finish`."""

@@ -199,7 +199,7 @@ def write_segment(
     # Pages of an existing file are written over: no page faults, and no truncation under a reader's mapping.
     with open(os.open(path, os.O_RDWR | os.O_CREAT, 0o600), "r+b") as file:
         os.utime(file.fileno())  # a store through a mapping moves the times late or never
-        target = Target(file.fileno())
+        target = Target(file.fileno(), path)
         for name, tensor in tensors:
             data = target.take(end, tensor.nbytes)
             copied = torch.frombuffer(data, dtype=tensor.dtype).view(tensor.shape).copy_(tensor.detach())
@@ -215,19 +215,31 @@ def write_segment(
 class Target:
     """A file mapped for writing, as large as what is taken of it."""
 
-    def __init__(self, file: int):
-        self.file = file
+    def __init__(self, file: int, path: str):
+        self.file, self.path = file, path
         self.size = os.fstat(file).st_size
         self.mapped = mmap.mmap(file, self.size) if self.size else None
 
     def take(self, offset: int, count: int) -> memoryview:
         if offset + count > self.size or self.mapped is None:
             self.mapped = None
-            self.size = max(offset + count, 2 * self.size)
-            # Room is taken now: a disk that is full would kill the process at a store.
-            os.posix_fallocate(self.file, 0, self.size)
+            self.size = self._grow(offset + count)
             self.mapped = mmap.mmap(self.file, self.size)
         return memoryview(self.mapped)[offset : offset + count]
+
+    def _grow(self, least: int) -> int:
+        """Room is taken now: a disk that is full would kill the process at a store."""
+        twice = max(least, 2 * self.size)
+        try:
+            os.posix_fallocate(self.file, 0, twice)
+            return twice
+        except OSError:
+            pass  # what is needed may fit all the same
+        try:
+            os.posix_fallocate(self.file, 0, least)
+            return least
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, self.path) from None
 
 
 # ---- Reading ----
