@@ -18,6 +18,7 @@ import {
   promptOf,
   swapLayout,
   type TensorTable,
+  vllm,
   writeSegment,
 } from './contract.ts';
 import { EngineClient, PLAIN, refused, type Turn } from './engine_client.ts';
@@ -265,6 +266,14 @@ describe.each(ENGINE_KINDS)('%s engine', (_, kind) => {
       const error = await refused(engine.start(prompt, sampling, more));
       expect(error.type).toBe(['heads', 'want_routes'].includes(field) ? 'unsupported' : 'bad_request');
       expect(error.field).toMatch(new RegExp(`(^|\\.)${field}$`));
+    });
+
+    test.runIf(kind === vllm)('temperatures that vllm would change or refuse are refused here', async () => {
+      for (const temperature of [0.001, 2.5]) {
+        const error = await refused(engine.start([65], { temperature }));
+        expect(error).toMatchObject({ type: 'bad_request', field: 'sampling.temperature' });
+      }
+      expect((await engine.generate([65], { temperature: 2, max_tokens: 1 })).ids.length).toBe(1);
     });
 
     test('the longest request that fits is taken', async () => {

@@ -69,6 +69,8 @@ RETRY_AFTER_MS = 50
 EVERY = 2**62  # a handle that none reaches
 GIB = 2**30
 CPU_CACHE_GIB = 1
+# What vLLM samples at: above it raises, and below it samples at the least without a word.
+MIN_TEMPERATURE, MAX_TEMPERATURE = 0.01, 2
 PREFIX = (
     "molt-tmp-"  # of temporary files, followed by the process that leads the group; launch.ts removes them
 )
@@ -321,6 +323,12 @@ class Engine:
             max_len=self.max_len,
             routes=self._blob_dir is not None,
         )
+        temperature = fields["sampling"]["temperature"]
+        if temperature and not MIN_TEMPERATURE <= temperature <= MAX_TEMPERATURE:
+            raise bad_request(
+                f"vLLM takes temperature 0 or {MIN_TEMPERATURE} to {MAX_TEMPERATURE}, got {temperature}",
+                "sampling.temperature",
+            )
         if len(self.live) >= self.max_requests:
             raise WorkerError(
                 "overloaded",
