@@ -388,6 +388,28 @@ describe.each(ENGINE_KINDS)('%s engine', (_, kind) => {
       await engine.abort(turns);
     });
 
+    test('a drain asked for while another pause takes effect does not outlive the resume', async () => {
+      const turns = await startLong(1);
+      await Promise.all([engine.pause(++epoch, 'keep'), engine.pause(++epoch, 'drain')]);
+      await engine.resume(epoch);
+      expect((await engine.generate(promptOf(3, 3), { max_tokens: 2 })).ids.length).toBe(2);
+      await engine.abort(turns);
+      expect((await engine.generate(promptOf(3, 3), { max_tokens: 2 })).ids.length).toBe(2);
+    });
+
+    test.runIf(kind === vllm)('a pause that is withdrawn before it holds lets the engine go on', async () => {
+      const scoring = engine.score(Array.from({ length: 12 }, (_, i) => Int32Array.from(promptOf(1000, i))));
+      const withdraw = new AbortController();
+      const fields = { epoch: ++epoch, mode: 'keep', clear_cache: false };
+      const pause = refused(engine.peer.request('pause', fields, undefined, { signal: withdraw.signal }));
+      const waiting = await engine.start(promptOf(3, 3), { max_tokens: 2 });
+      withdraw.abort();
+      expect((await pause).type).toBe('cancelled');
+      await scoring;
+      await engine.until(() => waiting.ended !== null);
+      expect(waiting.ids.length).toBe(2);
+    });
+
     test('abort answers when all were ended with what they had', async () => {
       const turns = await startLong(4);
       const answer = await engine.pause(++epoch, 'abort');

@@ -569,7 +569,7 @@ class Engine:
         self._pauses.append(request)
         if epoch > self._epoch:
             self._epoch, self._pause_answer, self._clear = epoch, None, request.fields["clear_cache"]
-            if mode == "drain" and not self.paused:
+            if mode == "drain" and not (self.paused or self._is_pausing):
                 self._before = min(self._before, self._next_handle)
             else:
                 self._before = 0  # nothing is waited for
@@ -582,10 +582,12 @@ class Engine:
         self._answer_pauses()
 
     def look_at_cancelled(self) -> None:
-        """Of pauses: whoever asked no longer wants it. One that still drains is off when nobody does."""
+        """Of pauses: whoever asked no longer wants it. One that does not hold yet is off when nobody does."""
         if self._pauses and self._pause_answer is None and all(r.cancelled for r in self._pauses):
             self._epoch, self._before = -1, EVERY
-            if not self.paused and not self._is_pausing:
+            if self._is_pausing and not self.paused:
+                self._do(self._go_on_unless_paused)
+            elif not self.paused:
                 self._release()
         for request in [r for r in self._pauses if r.cancelled]:
             self._pauses.remove(request)
@@ -600,14 +602,12 @@ class Engine:
         self._do(self._pause_now)
 
     async def _pause_now(self) -> None:
-        clear = self._clear
-        await self.core.pause_scheduler_async(mode="keep", clear_cache=clear)
+        await self.core.pause_scheduler_async(mode="keep", clear_cache=self._clear)
         while not self.core.outputs_queue.empty():
             self._on_step(await self.core.get_output_async())
         await self._take_routes()
         await asyncio.gather(*self._writing)
         self.paused, self._is_pausing = True, False
-        self._kept_keys = not clear
         handles = sorted(self.live)
         frames = {
             "handles": np.array(handles, dtype=np.int32),
@@ -698,9 +698,17 @@ class Engine:
             raise bad_request(f"Cannot resume epoch {epoch}: its pause still drains", "epoch")
         if self._has_parts:
             raise fatal("Cannot resume: parts of the weights were sent, the last one was not")
+        await self._go_on()
+
+    async def _go_on(self) -> None:
         await self.core.resume_scheduler_async()
         self.paused = False
         self._release()
+
+    async def _go_on_unless_paused(self) -> None:
+        """After a pause that was withdrawn on its way to EngineCore."""
+        if self._epoch == -1:
+            await self._go_on()
 
     def _release(self) -> None:
         held, self._held = sorted(self._held, key=lambda live: live.handle), deque()
