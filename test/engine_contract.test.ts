@@ -237,6 +237,7 @@ describe.each(ENGINE_KINDS)('%s engine', (_, kind) => {
     test('a stop string that began before the interruption ends the resumed turn', async () => {
       const { free, stop } = await turnWithText();
       const whole = await engine.generate(promptOf(7, 5), { seed: free.seed, max_tokens: 120, stop: [stop] });
+      expect(whole.text).toBe(''); // nobody wanted it
       const already = whole.ids.length - 1;
       const sampling = { seed: free.seed, max_tokens: 120 - already, stop: [stop] };
       const rest = await engine.generate([...whole.prompt, ...whole.ids.slice(0, already)], sampling, { already });

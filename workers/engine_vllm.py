@@ -515,7 +515,7 @@ class Engine:
             out.counts.append(kept)
             out.ids += ids[:kept]
             out.logprobs += logprobs[:kept]
-            out.texts.append(text)
+            out.texts.append(text if live.fields["want_text"] else "")
             self.stats["tokens"] += kept
         is_over = output.finish_reason is not None
         if stop is not None:
