@@ -12,8 +12,8 @@ Invariants
   2. Requests that come while the engine is paused, or while a pause drains, are held here and sent on resume.
   3. The reply to `pause` follows every token that EngineCore sampled before it: its messages arrive in order,
      so what waits in the queue when the answer has come is all there is.
-  4. Keys of one version are nobody else's: the version is the cache salt of every request. A request that has
-     sampled nothing when weights change starts over under the new salt.
+  4. Keys of one load are nobody else's: its number is the cache salt of every request, since versions may
+     repeat. A request that has sampled nothing when weights change starts over under the new salt.
   5. What EngineCore is told (add, abort, pause, load, resume) leaves in the order in which it was asked for.
   6. No process of vLLM outlives this one, and what a killed one leaves in /tmp and /dev/shm bears its name.
   7. Staged weights are verified here, in a thread, since EngineCore stands still in every call of a worker
@@ -252,6 +252,7 @@ class Engine:
         }
         self._repetition = FinishReason.REPETITION
         self.version = 0
+        self._loads = 0
         self.paused = False
         self.live: dict[int, Live] = {}  # by handle
         self._by_id: dict[str, Live] = {}  # those that EngineCore has
@@ -369,7 +370,7 @@ class Engine:
             extra_args={WANTED: True} if live.fields["want_routes"] else None,
         )
         live.id = self._new_id("")
-        request = self._request(live.id, live.prompt, params, f"version-{self.version}")
+        request = self._request(live.id, live.prompt, params, f"load-{self._loads}")
         self._by_id[live.id] = live
         await self.core.add_request_async(request)
 
@@ -677,14 +678,19 @@ class Engine:
         await self.llm.update_weights(WeightTransferUpdateRequest(update_info={}))
         await self.llm.finish_weight_update(str(version))
         self.version = version
-        for live in [live for live in self._by_id.values() if not live.ids]:
-            # It starts over: the keys of its prompt are of the old weights, or named so.
-            await self.core.abort_requests_async([live.id])
+        self._loads += 1
+        # They start over: the keys of their prompts are of the old weights, or named so. All are held before
+        # EngineCore is told, for an abort may come meanwhile.
+        restarted = [live for live in self._by_id.values() if not live.ids]
+        ids = [live.id for live in restarted]
+        routed = [live.id for live in restarted if live.fields["want_routes"]]
+        for live in restarted:
             del self._by_id[live.id]
-            if live.fields["want_routes"]:
-                await self.llm.collective_rpc("molt_routes_drop", args=([live.id],))
             live.id, live.cached, live.routes = "", None, []
             self._held.append(live)
+        await self.core.abort_requests_async(ids)
+        if routed:
+            await self.llm.collective_rpc("molt_routes_drop", args=(routed,))
 
     _has_parts = False
 
