@@ -631,6 +631,38 @@ describe.each(ENGINE_KINDS)('%s engine', (_, kind) => {
       } else await dies(() => engine.load(version, path, tensors), `${path} was written after`);
     });
 
+    test('keys of earlier weights are not taken for those of the same version', async () => {
+      const prompt = promptOf(100, 3);
+      for (const model of [models[1], models[0]]) {
+        const path = join(cell.dir, 'segment.bin');
+        const tensors = writeSegment(model, path);
+        await engine.pause(++epoch, 'keep', false);
+        await engine.load(version, path, tensors);
+        await engine.resume(epoch);
+        const turn = await engine.generate(prompt, { max_tokens: 3 });
+        expect(largestGap(turn.logprobs, await engine.scoreTurn(turn))).toBeLessThan(1e-5);
+      }
+    });
+
+    test('stop answers what was asked, and ends a paused engine with what it keeps', {
+      timeout: kind.startMs,
+    }, async () => {
+      const own = await cell.start({
+        id: 'engine-stopped',
+        kind: 'engine',
+        command: kind.command('engine'),
+        options: engineOptions(kind, models[0], { max_len: MAX_LEN }),
+      });
+      const client = new EngineClient(own.peer);
+      const turn = await client.start(promptOf(5, 0), { max_tokens: LONG });
+      await client.until(() => turn.ids.length > 0);
+      await client.pause(1, 'keep');
+      const scoring = client.score([Int32Array.from(promptOf(1000, 1))]);
+      await own.peer.request('stop', {});
+      expect((await scoring).length).toBe(1000);
+      expect((await own.exited).code).toBe(0);
+    });
+
     // Last, since the engine dies of it, twice.
     test('a corrupted or missing tensor is fatal, the process exits, and a new one takes the good weights', {
       timeout: kind.startMs,

@@ -272,6 +272,7 @@ class Engine:
         self._staged: tuple[dict[str, Any], Segment] | None = None  # fields of stage_weights, what they named
         self._staging = asyncio.Lock()
         self._ops: asyncio.Queue[Callable[[], Awaitable[None]]] = asyncio.Queue()
+        self._open_ops = 0  # queued or running
         self.stats: dict[str, float] = dict.fromkeys(STATS, 0.0)
 
     async def start(self) -> None:
@@ -304,6 +305,7 @@ class Engine:
         """What goes to EngineCore, one after the other. Ends with the first error."""
         while True:
             await (await self._ops.get())()
+            self._open_ops -= 1
 
     async def read_outputs(self) -> None:
         """EngineCore's messages, for ever. Raises EngineDeadError when it is gone."""
@@ -311,6 +313,7 @@ class Engine:
             self._on_step(await self.core.get_output_async())
 
     def _do(self, op: Callable[[], Awaitable[None]]) -> None:
+        self._open_ops += 1
         self._ops.put_nowait(op)
 
     # ---- Requests ----
@@ -470,7 +473,9 @@ class Engine:
 
     @property
     def is_idle(self) -> bool:
-        return not (self.live or self._unrouted or self._writing)
+        """Nothing runs and nobody waits for an answer. What a paused engine keeps does not run."""
+        runs = bool(self.live) and not self.paused
+        return not (runs or self._open_ops or self._unrouted or self._writing)
 
     # ---- Steps ----
 
@@ -805,7 +810,7 @@ class Server:
             try:
                 requests = self.runtime.receive(0)
             except SystemExit:
-                if self.engine.is_idle:
+                if self.engine.is_idle and not self.stagings:
                     return
                 requests = []
                 await asyncio.sleep(0.05)  # what runs finishes first
