@@ -155,6 +155,15 @@ export const VLLM_CHECKS: readonly Check[] = [
         ? `above temperature 0 vllm's CPU build then samples from another distribution than it reports, and rollout.temperature is ${o['rollout.temperature']}: on a CPU it must be off`
         : null,
   },
+  ...(['rollout.temperature', 'eval.temperature'] as const).map(
+    (name): Check => ({
+      options: [name, 'engine.kind'],
+      problem: (o) =>
+        isVllm(o) && o[name] !== 0 && !(o[name] >= 0.01 && o[name] <= 2)
+          ? `must be 0.01 to 2${name === 'eval.temperature' ? ' or 0' : ''}: vllm samples at 0.01 where less is asked for, and refuses more`
+          : null,
+    }),
+  ),
   {
     options: ['engine.draft_model', 'engine.kind', 'engine.speculation'],
     problem: (o) => {

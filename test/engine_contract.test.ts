@@ -18,6 +18,7 @@ import {
   promptOf,
   swapLayout,
   type TensorTable,
+  vllm,
   writeSegment,
 } from './contract.ts';
 import { EngineClient, PLAIN, refused, type Turn } from './engine_client.ts';
@@ -236,6 +237,7 @@ describe.each(ENGINE_KINDS)('%s engine', (_, kind) => {
     test('a stop string that began before the interruption ends the resumed turn', async () => {
       const { free, stop } = await turnWithText();
       const whole = await engine.generate(promptOf(7, 5), { seed: free.seed, max_tokens: 120, stop: [stop] });
+      expect(whole.text).toBe(''); // nobody wanted it
       const already = whole.ids.length - 1;
       const sampling = { seed: free.seed, max_tokens: 120 - already, stop: [stop] };
       const rest = await engine.generate([...whole.prompt, ...whole.ids.slice(0, already)], sampling, { already });
@@ -265,6 +267,14 @@ describe.each(ENGINE_KINDS)('%s engine', (_, kind) => {
       const error = await refused(engine.start(prompt, sampling, more));
       expect(error.type).toBe(['heads', 'want_routes'].includes(field) ? 'unsupported' : 'bad_request');
       expect(error.field).toMatch(new RegExp(`(^|\\.)${field}$`));
+    });
+
+    test.runIf(kind === vllm)('temperatures that vllm would change or refuse are refused here', async () => {
+      for (const temperature of [0.001, 2.5]) {
+        const error = await refused(engine.start([65], { temperature }));
+        expect(error).toMatchObject({ type: 'bad_request', field: 'sampling.temperature' });
+      }
+      expect((await engine.generate([65], { temperature: 2, max_tokens: 1 })).ids.length).toBe(1);
     });
 
     test('the longest request that fits is taken', async () => {
@@ -377,6 +387,28 @@ describe.each(ENGINE_KINDS)('%s engine', (_, kind) => {
       await engine.until(() => late.ended !== null);
       expect(turns.map((turn) => turn.ended)).toEqual([null, null]);
       await engine.abort(turns);
+    });
+
+    test('a drain asked for while another pause takes effect does not outlive the resume', async () => {
+      const turns = await startLong(1);
+      await Promise.all([engine.pause(++epoch, 'keep'), engine.pause(++epoch, 'drain')]);
+      await engine.resume(epoch);
+      expect((await engine.generate(promptOf(3, 3), { max_tokens: 2 })).ids.length).toBe(2);
+      await engine.abort(turns);
+      expect((await engine.generate(promptOf(3, 3), { max_tokens: 2 })).ids.length).toBe(2);
+    });
+
+    test.runIf(kind === vllm)('a pause that is withdrawn before it holds lets the engine go on', async () => {
+      const scoring = engine.score(Array.from({ length: 12 }, (_, i) => Int32Array.from(promptOf(1000, i))));
+      const withdraw = new AbortController();
+      const fields = { epoch: ++epoch, mode: 'keep', clear_cache: false };
+      const pause = refused(engine.peer.request('pause', fields, undefined, { signal: withdraw.signal }));
+      const waiting = await engine.start(promptOf(3, 3), { max_tokens: 2 });
+      withdraw.abort();
+      expect((await pause).type).toBe('cancelled');
+      await scoring;
+      await engine.until(() => waiting.ended !== null);
+      expect(waiting.ids.length).toBe(2);
     });
 
     test('abort answers when all were ended with what they had', async () => {
@@ -597,6 +629,38 @@ describe.each(ENGINE_KINDS)('%s engine', (_, kind) => {
         await loadModel(engine, models[1]);
         expect(await engine.score([probe])).toEqual(loaded);
       } else await dies(() => engine.load(version, path, tensors), `${path} was written after`);
+    });
+
+    test('keys of earlier weights are not taken for those of the same version', async () => {
+      const prompt = promptOf(100, 3);
+      for (const model of [models[1], models[0]]) {
+        const path = join(cell.dir, 'segment.bin');
+        const tensors = writeSegment(model, path);
+        await engine.pause(++epoch, 'keep', false);
+        await engine.load(version, path, tensors);
+        await engine.resume(epoch);
+        const turn = await engine.generate(prompt, { max_tokens: 3 });
+        expect(largestGap(turn.logprobs, await engine.scoreTurn(turn))).toBeLessThan(1e-5);
+      }
+    });
+
+    test('stop answers what was asked, and ends a paused engine with what it keeps', {
+      timeout: kind.startMs,
+    }, async () => {
+      const own = await cell.start({
+        id: 'engine-stopped',
+        kind: 'engine',
+        command: kind.command('engine'),
+        options: engineOptions(kind, models[0], { max_len: MAX_LEN }),
+      });
+      const client = new EngineClient(own.peer);
+      const turn = await client.start(promptOf(5, 0), { max_tokens: LONG });
+      await client.until(() => turn.ids.length > 0);
+      await client.pause(1, 'keep');
+      const scoring = client.score([Int32Array.from(promptOf(1000, 1))]);
+      await own.peer.request('stop', {});
+      expect((await scoring).length).toBe(1000);
+      expect((await own.exited).code).toBe(0);
     });
 
     // Last, since the engine dies of it, twice.

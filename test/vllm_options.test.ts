@@ -152,6 +152,18 @@ describe('refusing', () => {
       /^--engine\.speculation ngram: above temperature 0 .* another distribution .* rollout\.temperature is 0\.6/,
     ],
     [
+      'a temperature that vllm would change',
+      onGpu,
+      '--rollout.temperature 0.001',
+      /^--rollout\.temperature 0\.001: must be 0\.01 to 2: vllm samples at 0\.01/,
+    ],
+    [
+      'a temperature that vllm refuses',
+      onGpu,
+      '--eval.temperature 2.5',
+      /^--eval\.temperature 2\.5: must be 0\.01 to 2 or 0: /,
+    ],
+    [
       'speculation without tokens',
       onGpu,
       '--engine.num_speculative_tokens 2',

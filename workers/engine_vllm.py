@@ -12,8 +12,8 @@ Invariants
   2. Requests that come while the engine is paused, or while a pause drains, are held here and sent on resume.
   3. The reply to `pause` follows every token that EngineCore sampled before it: its messages arrive in order,
      so what waits in the queue when the answer has come is all there is.
-  4. Keys of one version are nobody else's: the version is the cache salt of every request. A request that has
-     sampled nothing when weights change starts over under the new salt.
+  4. Keys of one load are nobody else's: its number is the cache salt of every request, since versions may
+     repeat. A request that has sampled nothing when weights change starts over under the new salt.
   5. What EngineCore is told (add, abort, pause, load, resume) leaves in the order in which it was asked for.
   6. No process of vLLM outlives this one, and what a killed one leaves in /tmp and /dev/shm bears its name.
   7. Staged weights are verified here, in a thread, since EngineCore stands still in every call of a worker
@@ -72,6 +72,8 @@ BUILD_POLL_S = 0.01
 EVERY = 2**62  # a handle that none reaches
 GIB = 2**30
 CPU_CACHE_GIB = 1
+# What vLLM samples at: above it raises, and below it samples at the least without a word.
+MIN_TEMPERATURE, MAX_TEMPERATURE = 0.01, 2
 PREFIX = (
     "molt-tmp-"  # of temporary files, followed by the process that leads the group; launch.ts removes them
 )
@@ -257,6 +259,7 @@ class Engine:
         }
         self._repetition = FinishReason.REPETITION
         self.version = 0
+        self._loads = 0
         self.paused = False
         self.live: dict[int, Live] = {}  # by handle
         self._by_id: dict[str, Live] = {}  # those that EngineCore has
@@ -276,6 +279,7 @@ class Engine:
         self._staged: tuple[dict[str, Any], Segment] | None = None  # fields of stage_weights, what they named
         self._staging = asyncio.Lock()
         self._ops: asyncio.Queue[Callable[[], Awaitable[None]]] = asyncio.Queue()
+        self._open_ops = 0  # queued or running
         self.stats: dict[str, float] = dict.fromkeys(STATS, 0.0)
 
     async def start(self) -> None:
@@ -310,6 +314,7 @@ class Engine:
         """What goes to EngineCore, one after the other. Ends with the first error."""
         while True:
             await (await self._ops.get())()
+            self._open_ops -= 1
 
     async def read_outputs(self) -> None:
         """EngineCore's messages, for ever. Raises EngineDeadError when it is gone."""
@@ -331,6 +336,7 @@ class Engine:
         raise RankLostError
 
     def _do(self, op: Callable[[], Awaitable[None]]) -> None:
+        self._open_ops += 1
         self._ops.put_nowait(op)
 
     # ---- Requests ----
@@ -344,6 +350,12 @@ class Engine:
             max_len=self.max_len,
             routes=self._blob_dir is not None,
         )
+        temperature = fields["sampling"]["temperature"]
+        if temperature and not MIN_TEMPERATURE <= temperature <= MAX_TEMPERATURE:
+            raise bad_request(
+                f"vLLM takes temperature 0 or {MIN_TEMPERATURE} to {MAX_TEMPERATURE}, got {temperature}",
+                "sampling.temperature",
+            )
         if len(self.live) >= self.max_requests:
             raise WorkerError(
                 "overloaded",
@@ -384,7 +396,7 @@ class Engine:
             extra_args={WANTED: True} if live.fields["want_routes"] else None,
         )
         live.id = self._new_id("")
-        request = self._request(live.id, live.prompt, params, f"version-{self.version}")
+        request = self._request(live.id, live.prompt, params, f"load-{self._loads}")
         self._by_id[live.id] = live
         await self.core.add_request_async(request)
 
@@ -484,7 +496,9 @@ class Engine:
 
     @property
     def is_idle(self) -> bool:
-        return not (self.live or self._unrouted or self._writing)
+        """Nothing runs and nobody waits for an answer. What a paused engine keeps does not run."""
+        runs = bool(self.live) and not self.paused
+        return not (runs or self._open_ops or self._unrouted or self._writing)
 
     # ---- Steps ----
 
@@ -530,7 +544,7 @@ class Engine:
             out.counts.append(kept)
             out.ids += ids[:kept]
             out.logprobs += logprobs[:kept]
-            out.texts.append(text)
+            out.texts.append(text if live.fields["want_text"] else "")
             self.stats["tokens"] += kept
         is_over = output.finish_reason is not None
         if stop is not None:
@@ -584,7 +598,7 @@ class Engine:
         self._pauses.append(request)
         if epoch > self._epoch:
             self._epoch, self._pause_answer, self._clear = epoch, None, request.fields["clear_cache"]
-            if mode == "drain" and not self.paused:
+            if mode == "drain" and not (self.paused or self._is_pausing):
                 self._before = min(self._before, self._next_handle)
             else:
                 self._before = 0  # nothing is waited for
@@ -597,10 +611,12 @@ class Engine:
         self._answer_pauses()
 
     def look_at_cancelled(self) -> None:
-        """Of pauses: whoever asked no longer wants it. One that still drains is off when nobody does."""
+        """Of pauses: whoever asked no longer wants it. One that does not hold yet is off when nobody does."""
         if self._pauses and self._pause_answer is None and all(r.cancelled for r in self._pauses):
             self._epoch, self._before = -1, EVERY
-            if not self.paused and not self._is_pausing:
+            if self._is_pausing and not self.paused:
+                self._do(self._go_on_unless_paused)
+            elif not self.paused:
                 self._release()
         for request in [r for r in self._pauses if r.cancelled]:
             self._pauses.remove(request)
@@ -615,14 +631,12 @@ class Engine:
         self._do(self._pause_now)
 
     async def _pause_now(self) -> None:
-        clear = self._clear
-        await self.core.pause_scheduler_async(mode="keep", clear_cache=clear)
+        await self.core.pause_scheduler_async(mode="keep", clear_cache=self._clear)
         while not self.core.outputs_queue.empty():
             self._on_step(await self.core.get_output_async())
         await self._take_routes()
         await asyncio.gather(*self._writing)
         self.paused, self._is_pausing = True, False
-        self._kept_keys = not clear
         handles = sorted(self.live)
         frames = {
             "handles": np.array(handles, dtype=np.int32),
@@ -701,14 +715,19 @@ class Engine:
         await self.llm.update_weights(WeightTransferUpdateRequest(update_info={}))
         await self.llm.finish_weight_update(str(version))
         self.version = version
-        for live in [live for live in self._by_id.values() if not live.ids]:
-            # It starts over: the keys of its prompt are of the old weights, or named so.
-            await self.core.abort_requests_async([live.id])
+        self._loads += 1
+        # They start over: the keys of their prompts are of the old weights, or named so. All are held before
+        # EngineCore is told, for an abort may come meanwhile.
+        restarted = [live for live in self._by_id.values() if not live.ids]
+        ids = [live.id for live in restarted]
+        routed = [live.id for live in restarted if live.fields["want_routes"]]
+        for live in restarted:
             del self._by_id[live.id]
-            if live.fields["want_routes"]:
-                await self.llm.collective_rpc("molt_routes_drop", args=([live.id],))
             live.id, live.cached, live.routes = "", None, []
             self._held.append(live)
+        await self.core.abort_requests_async(ids)
+        if routed:
+            await self.llm.collective_rpc("molt_routes_drop", args=(routed,))
 
     _has_parts = False
 
@@ -722,9 +741,17 @@ class Engine:
             raise bad_request(f"Cannot resume epoch {epoch}: its pause still drains", "epoch")
         if self._has_parts:
             raise fatal("Cannot resume: parts of the weights were sent, the last one was not")
+        await self._go_on()
+
+    async def _go_on(self) -> None:
         await self.core.resume_scheduler_async()
         self.paused = False
         self._release()
+
+    async def _go_on_unless_paused(self) -> None:
+        """After a pause that was withdrawn on its way to EngineCore."""
+        if self._epoch == -1:
+            await self._go_on()
 
     def _release(self) -> None:
         held, self._held = sorted(self._held, key=lambda live: live.handle), deque()
@@ -820,7 +847,7 @@ class Server:
             try:
                 requests = self.runtime.receive(0)
             except SystemExit:
-                if self.engine.is_idle:
+                if self.engine.is_idle and not self.stagings:
                     return
                 requests = []
                 await asyncio.sleep(0.05)  # what runs finishes first
