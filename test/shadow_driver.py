@@ -11,6 +11,7 @@ import os
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 os.environ |= {
     "VLLM_TARGET_DEVICE": "cpu",
@@ -33,7 +34,7 @@ import vllm_shadow  # noqa: E402
 from vllm_extension import BACKEND  # noqa: E402
 from weights import Segment, write_segment  # noqa: E402
 
-PROMPTS = [{"prompt_token_ids": [(7 * i + 3 * j) % 250 for i in range(20)]} for j in range(3)]
+PROMPTS: Any = [{"prompt_token_ids": [(7 * i + 3 * j) % 250 for i in range(20)]} for j in range(3)]
 
 
 class Driver:
@@ -60,8 +61,8 @@ class Driver:
         params = SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=0, detokenize=False)
         found = []
         for output in self.llm.generate(PROMPTS, params, use_tqdm=False):
-            rows = output.prompt_logprobs[1:]
-            found += [next(iter(row.values())).logprob for row in rows]
+            rows: Any = output.prompt_logprobs
+            found += [next(iter(row.values())).logprob for row in rows[1:]]
         return found
 
     def segment(self, name: str, **other: torch.Tensor | None) -> Segment:
@@ -124,7 +125,7 @@ class Strange(torch.nn.Module):
     def __init__(self):
         super().__init__()
         self.inner = torch.nn.Linear(1, 1)
-        self.inner.quant_method = object()
+        self.inner.__dict__["quant_method"] = object()
 
 
 if __name__ == "__main__":
