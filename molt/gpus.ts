@@ -9,7 +9,7 @@
  */
 import { existsSync, readdirSync } from 'node:fs';
 import type { Options } from './options.ts';
-import { hasCuda, isOnCpu } from './python.ts';
+import { hasCuda, isOnCpu, namedGpus } from './python.ts';
 
 export interface Placement {
   readonly ranks: readonly (string | null)[]; // value of CUDA_VISIBLE_DEVICES; null = on the CPU, nothing is set
@@ -19,10 +19,12 @@ export interface Placement {
 /** Names as CUDA_VISIBLE_DEVICES has them. */
 export function visibleGpus(): string[] {
   if (!hasCuda()) return [];
-  const named = process.env.CUDA_VISIBLE_DEVICES;
-  if (named !== undefined) return named.split(',').map((name) => name.trim());
-  const files = existsSync('/dev') ? readdirSync('/dev').filter((name) => /^nvidia\d+$/.test(name)) : [];
-  return files.map((name) => name.slice('nvidia'.length)).sort((a, b) => Number(a) - Number(b));
+  return [...(namedGpus() ?? gpusOfFiles(existsSync('/dev') ? readdirSync('/dev') : []))];
+}
+
+/** CUDA counts the GPUs that are there: a container that was given /dev/nvidia3 alone calls it 0. */
+export function gpusOfFiles(files: readonly string[]): string[] {
+  return files.filter((name) => /^nvidia\d+$/.test(name)).map((_, i) => `${i}`);
 }
 
 export function gpusOfEngine(o: Options): number {

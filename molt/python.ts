@@ -102,7 +102,15 @@ export async function findVllm(program: string): Promise<Vllm | null | undefined
 
 /** Whether a CUDA device is there: its driver has put its file, and CUDA_VISIBLE_DEVICES hides nothing. */
 export function hasCuda(): boolean {
-  return existsSync('/dev/nvidiactl') && !['', '-1'].includes(process.env.CUDA_VISIBLE_DEVICES ?? '0');
+  return existsSync('/dev/nvidiactl') && namedGpus()?.length !== 0;
+}
+
+/** Those that CUDA_VISIBLE_DEVICES names, up to the first that is none, as CUDA reads it; null = it is not set. */
+export function namedGpus(): readonly string[] | null {
+  const names = process.env.CUDA_VISIBLE_DEVICES?.split(',').map((name) => name.trim());
+  if (!names) return null;
+  const end = names.findIndex((name) => !/^(\d+|GPU-.+|MIG-.+)$/.test(name));
+  return end < 0 ? names : names.slice(0, end);
 }
 
 /** Whether a worker with this --engine.device or --trainer.device computes on the CPU. */

@@ -61,10 +61,12 @@ const isVllmOnCpu = (o: Options): boolean => isVllm(o) && isOnCpu(o['engine.devi
 /** Arguments that molt sets itself, with the option that decides each; '' = none does. */
 const OURS: Readonly<Record<string, string>> = {
   model: 'actor.model_name_or_path',
+  model_weights: 'actor.model_name_or_path',
   tokenizer: '',
   skip_tokenizer_init: '',
   served_model_name: '',
   runner: '',
+  convert: '',
   load_format: '',
   generation_config: '',
   override_generation_config: '',
@@ -198,7 +200,7 @@ function argsProblem(o: Options): string | null {
 function parseArgs(o: Options): Json {
   const text = o['engine.vllm_args'].trim();
   if (text === '') return {};
-  return JSON.parse(/^[[{"\d]/.test(text) ? text : readFileSync(text, 'utf8')) as Json;
+  return JSON.parse(/^[[{"]/.test(text) ? text : readFileSync(text, 'utf8')) as Json;
 }
 
 // ---- What the worker is told ----

@@ -1,6 +1,7 @@
-import { describe, expect, test } from 'vitest';
-import { placeWorkers } from '../molt/gpus.ts';
+import { afterEach, describe, expect, test, vi } from 'vitest';
+import { gpusOfFiles, placeWorkers } from '../molt/gpus.ts';
 import { OPTIONS, type Options, optionNames } from '../molt/options.ts';
+import { namedGpus } from '../molt/python.ts';
 
 const DEFAULTS = Object.fromEntries(optionNames().map((name) => [name, OPTIONS[name].default])) as unknown as Options;
 const place = (gpus: number, more: Partial<Options>) =>
@@ -38,5 +39,27 @@ describe('placement on GPUs', () => {
     });
     expect(place(4, { 'engine.device': 'cpu' })).toEqual({ ranks: ['0'], engines: [null] });
     expect(place(0, {})).toEqual({ ranks: [null], engines: [null] });
+  });
+});
+
+describe('names of GPUs', () => {
+  afterEach(() => vi.unstubAllEnvs());
+
+  test('are those of CUDA_VISIBLE_DEVICES, up to the first that CUDA would not take', () => {
+    for (const [value, names] of [
+      ['2, 0', ['2', '0']],
+      ['0,1,', ['0', '1']],
+      ['1,-1,2', ['1']],
+      ['-1,0', []],
+      ['NoDevFiles', []],
+      ['GPU-5a1f,MIG-77c0', ['GPU-5a1f', 'MIG-77c0']],
+    ] as const) {
+      vi.stubEnv('CUDA_VISIBLE_DEVICES', value);
+      expect(namedGpus(), value).toEqual(names);
+    }
+  });
+
+  test('count from 0 where a container was given some of the GPUs of its host', () => {
+    expect(gpusOfFiles(['nvidia3', 'nvidia7', 'nvidiactl', 'nvidia-uvm'])).toEqual(['0', '1']);
   });
 });

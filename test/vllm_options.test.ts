@@ -191,6 +191,12 @@ describe('refusing', () => {
     ['arguments in no file', onGpu, '--engine.vllm_args no/args.json', /must be JSON text or the path .*ENOENT/],
     ['arguments without names', onGpu, '--engine.vllm_args [1]', /must be a JSON object/],
     [
+      'arguments that make another engine of it',
+      onGpu,
+      '--engine.vllm_args {"convert":"embed","model_weights":"x"}',
+      /: molt sets convert, model_weights \(it is --actor\.model_name_or_path\) itself$/,
+    ],
+    [
       'arguments that molt sets',
       onGpu,
       '--engine.vllm_args {"nnodes":2,"seed":1,"worker_cls":"x"}',
@@ -271,6 +277,14 @@ describe('what the worker is told', () => {
     expect((await told()).args).toEqual({});
     expect((await told('--engine.vllm_args', '{"nnodes": 2}')).args).toEqual({ nnodes: 2 });
     expect((await told('--engine.vllm_args', path)).args).toEqual({ nnodes: 2, node_rank: 1 });
+    const before = process.cwd();
+    writeFileSync(join(dir, '2nodes.json'), '{"nnodes": 2}');
+    process.chdir(dir);
+    try {
+      expect((await told('--engine.vllm_args', '2nodes.json')).args).toEqual({ nnodes: 2 });
+    } finally {
+      process.chdir(before);
+    }
   });
 
   test.runIf(isInstalled())('no argument that molt sets is unknown to the installed vllm', async () => {
