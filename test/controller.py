@@ -6,8 +6,8 @@ A controller of a few real workers, for Python tests: one socket, one thread, no
         engine.ready()
         engine.request("score", {}, {"ids": ..., "lengths": ...})        or: ask ... wait
 
-Every wait has an end; what a worker printed is in `directory`/<id>.log. Used by test_transport.py and
-test_gpu.py.
+Every wait has an end; what a worker printed is in `directory`/<id>.log. Used by test_transport.py,
+test_vllm_routes.py and test_gpu.py.
 """
 
 from __future__ import annotations
@@ -131,12 +131,12 @@ class Worker:
         reply = self.request("score", {}, frames)
         return reply.fields["version"], reply.frames["logprobs"].copy()
 
-    def start_turn(self, prompt: list[int], **sampling: Any) -> int:
+    def start_turn(self, prompt: list[int], want_routes: bool = False, **sampling: Any) -> int:
         """The handle of a request at temperature 1, nothing filtered."""
         every = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "max_tokens": 32, "seed": 7}
         every |= {"stop": [], "stop_token_ids": []}
         fields = {"rollout_id": "r", "attempt": 0, "turn": 0, "session_id": "s", "already": 0}
-        fields |= {"want_text": False, "heads": 0, "want_routes": False, "sampling": every | sampling}
+        fields |= {"want_text": False, "heads": 0, "want_routes": want_routes, "sampling": every | sampling}
         return self.request("generate", fields, {"prompt": np.array(prompt, np.int32)}).fields["handle"]
 
     def turn(self, handle: int, until_tokens: int | None = None) -> Turn:

@@ -16,6 +16,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from controller import Controller, engine_options
 from safetensors.torch import load_file, save_file
 from tiny_models import VOCAB_SIZE, make_model
 from transformers import AutoModelForCausalLM
@@ -286,3 +287,25 @@ def test_nothing_stays_behind_and_what_is_not_there_is_an_error(run):
 @needs_vllm
 def test_a_dense_model_says_that_it_has_no_routes(run):
     assert "none of its layers is a mixture of experts" in run.out["dense"]
+
+
+# ---- Behind the wire ----
+
+
+@needs_vllm
+def test_requests_that_are_aborted_before_they_run_leave_no_rows_behind(tmp_path):
+    args = {"block_size": 32, "worker_extension_cls": "counting_extension.CountingExtension"}
+    options = engine_options(
+        make_model("moe", tmp_path / "model", seed=1), blob_dir=str(tmp_path / "blobs"), vllm={"args": args}
+    )
+    path, held = os.pathsep.join((str(DRIVER.parent), os.environ.get("PYTHONPATH", ""))), tmp_path / "held"
+    with Controller(tmp_path) as controller:
+        engine = controller.start("engine_vllm.py", "engine-0", options, PYTHONPATH=path, HELD_ROWS=str(held))
+        engine.ready()
+        for _ in range(3):
+            handles = [engine.start_turn([7 * i + 3] * 120, want_routes=True) for i in range(16)]
+            engine.request("abort", {"handles": handles})
+            assert {engine.turn(handle).reason for handle in handles} == {"abort"}
+        last = engine.start_turn([1, 2, 3], want_routes=True, max_tokens=2)
+        assert engine.turn(last).reason == "length"
+        assert held.read_text() == "0"

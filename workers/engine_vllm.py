@@ -429,7 +429,7 @@ class Engine:
         if live.id:
             self._by_id.pop(live.id, None)
             if not is_over:
-                self._do(lambda: self.core.abort_requests_async([live.id]))
+                self._do(lambda: self._abort_in_core(live))
         elif live in self._held:
             self._held.remove(live)
         cached = live.cached or 0
@@ -444,11 +444,17 @@ class Engine:
                 out.texts[out.handles.index(live.handle)] += held
         ending = {"handle": live.handle, "reason": reason, "detail": detail, "cached_tokens": cached}
         ending["routes"] = None
-        if live.fields["want_routes"] and live.id:
+        if live.fields["want_routes"] and live.id and (live.ids or is_over):
             self._unrouted.append((live, ending))
             self._do(self._take_routes)
         else:
             out.ended.append(ending)
+
+    async def _abort_in_core(self, live: Live) -> None:
+        await self.core.abort_requests_async([live.id])
+        if live.fields["want_routes"] and not live.ids:
+            # There are no routes to take, and only now it cannot be scheduled for the first time any more.
+            await self.llm.collective_rpc("molt_routes_drop", args=([live.id],))
 
     async def _take_routes(self) -> None:
         """Of requests that have ended. Their blobs are written beside the steps, then endings go out."""
