@@ -486,7 +486,7 @@ class Engine:
                     ending["routes"] = await asyncio.to_thread(
                         self._write_routes, live, wanted[live.id], taken.get(live.id)
                     )
-            except (RoutesError, OSError) as error:
+            except Exception as error:  # noqa: BLE001 the ending goes out, whatever became of its routes
                 ending["reason"], ending["detail"] = "error", f"Cannot return expert routes: {error}"
         self._send(Outbox(ended=[ending for _, ending in waiting]))
 
