@@ -33,6 +33,7 @@ import {
   type Source,
   type Spec,
 } from './options.ts';
+import { isOnCpu } from './python.ts';
 import type { Json } from './types.ts';
 import { resolveEngine, VLLM_CHECKS } from './vllm.ts';
 
@@ -103,7 +104,7 @@ const CHECKS: readonly Check[] = [
       if (o['trainer.kind'] === 'simulated') return 'a simulated trainer knows file only';
       if (transport === 'nccl') return null;
       if (o['engine.kind'] !== 'vllm') return `${o['engine.kind']} engines know file and nccl only`;
-      return [o['engine.device'], o['trainer.device']].includes('cpu')
+      return isOnCpu(o['engine.device']) || isOnCpu(o['trainer.device'])
         ? 'shares the memory of a GPU, not of a CPU'
         : null;
     },

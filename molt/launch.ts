@@ -175,7 +175,7 @@ export class Launcher {
     await sleep(LAST_WORDS_MS);
     const how = signal ? `was ended by ${signal}` : code === null ? 'could not be started' : `exited with code ${code}`;
     for (const worker of proc.workers.filter(({ peer }) => !peer.isLost)) {
-      const cause = logTail(worker, 1);
+      const cause = signal === 'SIGKILL' ? '' : logTail(worker, 1); // killed, it could not say why
       worker.peer.declareLost(`the process ${how}${cause && `: ${cause}`}`);
     }
   }
@@ -266,7 +266,10 @@ export class Launcher {
 
   /** Synchronous, for a second Ctrl-C: nothing is waited for. */
   killAllNow(): void {
-    for (const proc of this.#processes) killGroup(proc.child);
+    for (const { child } of this.#processes) {
+      killGroup(child);
+      removeTemporary(child.pid);
+    }
   }
 }
 

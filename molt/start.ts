@@ -87,6 +87,7 @@ export async function doctor(argv: readonly string[]): Promise<number> {
       findings.push(...(differ.length > 0 ? differ : [agree]));
       return 0;
     });
+    if (code !== 0) findings.push({ check: 'workers', status: 'problem', text: 'the start failed, as said above' });
     console.log(findingsTable(findings));
     return code !== 0 ? code : findings.some(({ status }) => status === 'problem') ? 2 : 0;
   } catch (error) {
@@ -274,7 +275,7 @@ function listenForSignals(launcher: Launcher, runDir: string): Stopper {
       if (stopper.signal && performance.now() - firstAt < RELAYED_MS) return;
       if (stopper.signal || !stopper.hasSteps) {
         launcher.killAllNow();
-        rmSync(join(runDir, 'controller.pid'), { force: true });
+        closeRunDir(runDir);
         process.exit(EXIT_CODES[signal]);
       }
       stopper.signal = signal;

@@ -1,4 +1,4 @@
-import { mkdtempSync, readdirSync, readFileSync, rmSync, writeFileSync } from 'node:fs';
+import { existsSync, mkdtempSync, readdirSync, readFileSync, rmSync, writeFileSync } from 'node:fs';
 import { createServer } from 'node:net';
 import { tmpdir } from 'node:os';
 import { join } from 'node:path';
@@ -202,12 +202,21 @@ describe('the end', () => {
     expect(await worker.exited).toEqual({ code: null, signal: 'SIGKILL' });
   });
 
-  test('killAllNow needs no event loop', async () => {
+  test('killAllNow needs no event loop, and leaves no temporary files of the killed', async () => {
     const launcher = newLauncher();
     const worker = launcher.start(spec('tokenizer-0'));
     await worker.peer.ready;
+    const left = mkdtempSync(join(tmpdir(), `molt-tmp-${worker.pid}-`));
     launcher.killAllNow();
+    expect(existsSync(left)).toBe(false);
     expect(await worker.exited).toEqual({ code: null, signal: 'SIGKILL' });
+  });
+
+  test('what a killed worker wrote last is not taken for the cause', async () => {
+    const killed = newLauncher().start(
+      spec('engine-0', program('console.error("all is well"); process.kill(process.pid, "SIGKILL")')),
+    );
+    expect((await killed.peer.lost).message).toBe('engine-0: the process was ended by SIGKILL');
   });
 
   test('stop of a worker that is gone returns', async () => {

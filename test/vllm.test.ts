@@ -182,6 +182,8 @@ describe.skipIf(!hasVllm)('a vllm that cannot start', () => {
       },
       { attention_backend: 'NOPE', says: /--engine\.attention_backend NOPE: Unknown attention backend/ },
       { kv_cache_gb: 0.0001, says: /--engine\.kv_cache_gb 0\.0001: To serve at least one request/ },
+      { kv_cache_gb: 0.00002, says: /--engine\.kv_cache_gb 2e-05: No available memory/ },
+      { args: { kv_cache_dtype: 'banana' }, says: /--engine\.vllm_args \{"kv_cache_dtype": "banana"\}: / },
       // Positions beyond the model's have no rotation there: their logits would be NaN.
       { max_len: 4096, says: /--engine\.max_len 4096: .*max_position_embeddings=2048/ },
     ),

@@ -130,6 +130,7 @@ describe('refusing', () => {
           new RegExp(`^--engine\\.${of}_parallel_size 2: must be 1 on a CPU`),
         ] as const,
     ),
+    ['a GPU to share on a CPU', onCpu, '--refit.transport ipc', /^--refit\.transport ipc: shares the memory of a GPU/],
     ['experts of one GPU', onGpu, '--engine.enable_expert_parallel', /enable_expert_parallel true: has no effect/],
     ['GPU memory on a CPU', onCpu, '--engine.gpu_memory_utilization 0.5', /0\.5: has no effect on a CPU/],
     [

@@ -33,6 +33,7 @@ import asyncio
 import contextlib
 import ctypes
 import glob
+import json
 import multiprocessing
 import os
 import re
@@ -832,7 +833,12 @@ class Server:
         """Until `stop` came and nothing is left, or until vLLM fails."""
         loop = asyncio.get_running_loop()
         self.runtime.stats = self.engine.stats
-        self.runtime.notify = lambda: loop.call_soon_threadsafe(self.arrived.set)
+
+        def notify() -> None:
+            with contextlib.suppress(RuntimeError):  # the loop has ended, and a message came meanwhile
+                loop.call_soon_threadsafe(self.arrived.set)
+
+        self.runtime.notify = notify
         tasks = {
             asyncio.create_task(work)
             for work in (
@@ -913,6 +919,11 @@ class Server:
         return {"version": version}, {"logprobs": await self.engine.score(frames["ids"], frames["lengths"])}
 
 
+def of_args(vllm: dict[str, Any]) -> str:
+    """What a refusal begins with that names no option: arguments of the user's own are the likely cause."""
+    return f"--engine.vllm_args {json.dumps(vllm['args'])}: " if vllm["args"] else ""
+
+
 async def serve(runtime: Runtime, options: dict[str, Any]) -> None:
     from vllm import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
@@ -929,7 +940,8 @@ async def serve(runtime: Runtime, options: dict[str, Any]) -> None:
     except (OSError, ValueError, TypeError) as error:
         values = vllm | {"max_len": options["max_len"]}
         named = [key for key in NAMED if values[key] and NAMED[key].format(values[key]) in str(error)]
-        runtime.refuse_input(f"--engine.{named[0]} {values[named[0]]}: {error}" if named else error)
+        option = f"--engine.{named[0]} {values[named[0]]}: " if named else of_args(vllm)
+        runtime.refuse_input(f"{option}{error}" if option else error)
     try:
         llm = AsyncLLM(
             vllm_config=config,
@@ -942,8 +954,9 @@ async def serve(runtime: Runtime, options: dict[str, Any]) -> None:
     except RuntimeError as error:
         found = root_cause()
         if found and found.startswith("ValueError: "):
-            option = f"--engine.kv_cache_gb {vllm['kv_cache_gb']}: " if "KV cache" in found else ""
-            runtime.refuse_input(option + found.removeprefix("ValueError: "))
+            is_cache = re.search("KV cache|cache blocks|Available memory", found) is not None
+            option = f"--engine.kv_cache_gb {vllm['kv_cache_gb']}: " if is_cache else ""
+            runtime.refuse_input((option or of_args(vllm)) + found.removeprefix("ValueError: "))
         raise RuntimeError(f"vLLM cannot start: {found or error}") from None
     if llm.output_handler is not None:
         llm.output_handler.cancel()  # it would take every other step

@@ -26,6 +26,7 @@ Two weight updates of vLLM's CPU build are wrong without an error, and mended he
 from __future__ import annotations
 
 import json
+import logging
 import os
 import socket
 import sys
@@ -54,6 +55,8 @@ from vllm_shadow import Shadow, why_no_room, why_not
 from weights import Segment, WeightsError, verify_segment
 
 BACKEND = "molt"
+# It warns of layers without a tensor of their own in every refit. Which parameters got none is checked here.
+logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").setLevel(logging.ERROR)
 SCORE = "score-"  # ids of requests that run while the engine is paused
 UNMENDED = os.environ.get("MOLT_VLLM_UNMENDED") == "1"
 
