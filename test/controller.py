@@ -217,6 +217,23 @@ class Controller:
         self.close()
 
 
+def run_program(program: Path, *args: Path, wait_s: float = 240) -> str:
+    """What a Python program printed that ends well. In a session of its own, which no process outlives."""
+    process = subprocess.Popen(
+        [sys.executable, program, *args],
+        start_new_session=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )
+    try:
+        log, _ = process.communicate(timeout=wait_s)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+    assert process.returncode == 0, log.decode()[-6000:]
+    return log.decode()
+
+
 # ---- What workers are started with ----
 
 

@@ -8,15 +8,12 @@ import hashlib
 import importlib.util
 import json
 import os
-import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from controller import Controller, engine_options
+from controller import Controller, engine_options, run_program
 from safetensors.torch import load_file, save_file
 from tiny_models import VOCAB_SIZE, make_model
 from transformers import AutoModelForCausalLM
@@ -150,24 +147,6 @@ class Run:
         return self.reference.routes(version, (record["prompt"] + record["ids"])[:-1])
 
 
-def run_driver(models: Path, *args: Path) -> None:
-    """In a session of its own, so that no process of vLLM outlives it."""
-    process = subprocess.Popen(
-        [sys.executable, DRIVER, models, *args],
-        start_new_session=True,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-    )
-    try:
-        log, _ = process.communicate(timeout=240)
-    finally:
-        try:
-            os.killpg(process.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
-    assert process.returncode == 0, log.decode()[-6000:]
-
-
 @pytest.fixture(scope="module")
 def models(tmp_path_factory) -> Path:
     root = tmp_path_factory.mktemp("models")
@@ -189,7 +168,7 @@ def run(models, tmp_path_factory) -> Run:
     directory = tmp_path_factory.mktemp("run")
     blobs = directory / "blobs"
     blobs.mkdir()
-    run_driver(models, blobs, directory / "out.json")
+    run_program(DRIVER, models, blobs, directory / "out.json")
     return Run(json.loads((directory / "out.json").read_text()), blobs, Reference(models))
 
 

